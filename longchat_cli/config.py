@@ -1,0 +1,73 @@
+"""Directories, environment settings and human-readable sizes. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import platformdirs
+
+from longchat_cli.errors import UsageError
+
+APP = "longchat"
+_UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def data_dir() -> Path:
+    """Models and sessions: $LONGCHAT_DATA_DIR, else the platform's data directory (XDG_DATA_HOME)."""
+    return _directory("LONGCHAT_DATA_DIR", platformdirs.user_data_path(APP))
+
+
+def cache_dir() -> Path:
+    """Converted weights and KV states, safe to delete: $LONGCHAT_CACHE_DIR, else XDG_CACHE_HOME."""
+    return _directory("LONGCHAT_CACHE_DIR", platformdirs.user_cache_path(APP))
+
+
+def state_dir() -> Path:
+    """Histories and logs: $LONGCHAT_STATE_DIR, else XDG_STATE_HOME."""
+    return _directory("LONGCHAT_STATE_DIR", platformdirs.user_state_path(APP))
+
+
+def private(directory: Path) -> Path:
+    """Create `directory` readable by its owner only (0700) and return it.
+
+    Raises CannotCreate when the directory cannot be made.
+    """
+    from longchat_cli.errors import CannotCreate
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise CannotCreate(f"cannot create {directory}", error.strerror or str(error)) from error
+    return directory
+
+
+def offline() -> bool:
+    """True when LONGCHAT_OFFLINE or HF_HUB_OFFLINE forbids the network (the flag --offline sets the first)."""
+    return any(os.environ.get(name, "").lower() in {"1", "true", "yes", "on"} for name in _OFFLINE)
+
+
+_OFFLINE = ("LONGCHAT_OFFLINE", "HF_HUB_OFFLINE")
+
+
+def parse_size(text: str) -> int:
+    """`32k` -> 32000, `4GiB` -> 4294967296, `900` -> 900. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    if not match or match[2] not in _UNITS:
+        raise UsageError(f"'{text}' is not a size", "", "write a number such as 900, 32k or 4GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_bytes(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def _directory(variable: str, default: Path) -> Path:
+    return Path(os.environ[variable]).expanduser() if os.environ.get(variable) else default

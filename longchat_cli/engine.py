@@ -1,0 +1,92 @@
+"""What every engine offers: count, render, prefill, generate, snapshot, save and load.
+
+Nothing outside an engine may assume that the model runs in this process; the local torch engine
+(`longchat_cli.local`) is the first implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from longchat_cli.prompt import Message, Prompt
+from longchat_cli.sampling import Sampling
+
+Progress = Callable[[int, int], None]
+"""Called with (tokens done, tokens in all)."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is: `window` is the trained context length in tokens."""
+
+    model: str
+    window: int
+    method: str
+    device: str
+    dtype: str
+    fingerprint: str
+    capabilities: frozenset[str] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a streamed answer: printable `text` (complete characters only) and the tokens behind it.
+
+    `stop` is set on the last piece: 'eos', 'length', 'stop' (a stop string) or 'cancelled'.
+    """
+
+    text: str
+    ids: tuple[int, ...] = ()
+    logprob: float = 0.0
+    stop: str | None = None
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What the next query can see: tokens seen, still visible (raw or pooled), forgotten; bytes held."""
+
+    seen: int
+    visible: int
+    forgotten: int
+    bytes: int
+
+
+class Engine(Protocol):
+    """One model with one conversation state (its cache)."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def count(self, text: str) -> int:
+        """Tokens in `text` by the model's own tokenizer, special tokens off."""
+
+    def render(self, messages: Sequence[Message], *, answer: bool = True) -> Prompt:
+        """Messages to token ids by the model's template; `answer` opens the assistant's turn."""
+
+    def render_turn(self, text: str) -> Prompt:
+        """Close the assistant's running turn, add the user's turn `text`, open the next answer."""
+
+    def prefill(
+        self, ids: Sequence[int], progress: Progress | None = None, cancel: Callable[[], bool] | None = None
+    ) -> int:
+        """Read `ids` into the state, chunk by chunk; returns how many were read (fewer when cancelled)."""
+
+    def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
+        """Stream an answer; every yielded token but the last is in the state, which always ends on a token."""
+
+    def coverage(self) -> Coverage: ...
+
+    def snapshot(self) -> Any:
+        """A cheap mark of the state; `restore` returns to it, any number of times."""
+
+    def restore(self, mark: Any) -> None: ...
+
+    def reset(self) -> None:
+        """Forget everything: an empty state."""
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...

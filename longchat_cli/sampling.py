@@ -1,0 +1,37 @@
+"""How the next token is chosen: options only, so that it imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longchat_cli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Greedy when `temperature` is 0. `top_p`, `top_k` and `min_p` are off at 1, 0 and 0.
+
+    `max_tokens` bounds the answer; `stop` strings end it and are not printed.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "--temperature", self.temperature, "at least 0")
+        _require(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
+        _require(self.top_k >= 0, "--top-k", self.top_k, "at least 0")
+        _require(0 <= self.min_p < 1, "--min-p", self.min_p, "from 0 to below 1")
+        _require(self.repetition_penalty > 0, "--repetition-penalty", self.repetition_penalty, "above 0")
+        _require(self.max_tokens > 0, "--max-tokens", self.max_tokens, "at least 1")
+
+
+def _require(holds: bool, option: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise UsageError(f"{option} is {value}", f"it must be {wanted}")
