@@ -85,7 +85,8 @@ class Tokenizer:
         except OSError as error:
             other = (directory / "tokenizer.model").exists()
             why = "only tokenizer.model is there" if other else error.strerror or str(error)
-            raise MissingInput(f"{file} cannot be read", why, "use a model that ships tokenizer.json") from error
+            do = "use a model that ships tokenizer.json"
+            raise MissingInput(f"{file} cannot be read", why, do) from error
         return cls(data, Settings.read(directory))
 
     def _read_added_tokens(self, settings: Settings) -> None:
@@ -121,7 +122,8 @@ class Tokenizer:
         if not self.fast:
             self._model = None  # the library holds the vocabulary; a second copy would cost hundreds of MB
         if not verdict:
-            _remember(key, {"fast": self.fast, "reason": self.fast_reason, "head": {} if self.fast else self._head})
+            head = {} if self.fast else self._head
+            _remember(key, {"fast": self.fast, "reason": self.fast_reason, "head": head})
 
     def _try_fast(self, verified: bool) -> str:
         assert self._model is not None
@@ -161,9 +163,11 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the greatest token id."""
-        top = max(self._added_text, default=-1)
-        base = len(self._fast.tokens) if self._fast else self._library[0].get_vocab_size(with_added_tokens=False)
-        return max(top + 1, base)
+        if self._fast:
+            size = len(self._fast.tokens)
+        else:
+            size = self._library[0].get_vocab_size(with_added_tokens=False)
+        return max(max(self._added_text, default=-1) + 1, size)
 
     @property
     def prefix_after_control(self) -> bool:
@@ -265,7 +269,7 @@ class Tokenizer:
         return self._prefix.text + text if prefix and self._prefix.applies(text) else text
 
     def _library_encode(self, chunk: str) -> tuple[list[int], list[int]]:
-        """Ids and offsets by the library; where its model spells out a control token, the text is cut in two."""
+        """Ids and offsets by the library; text that its model turns into a control token is cut in two."""
         shell, renumbered = self._library
         encoding = shell.encode(chunk, add_special_tokens=False)
         ids: list[int] = encoding.ids
@@ -331,7 +335,8 @@ class Settings:
         if (directory / "chat_template.jinja").is_file():
             template = (directory / "chat_template.jinja").read_text("utf-8", "replace")
         if isinstance(template, list):
-            template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}.get("default")
+            named_templates = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named_templates.get("default")
         named = {name: _content(names.get(name)) for name in _NAMED}
         return cls(template if isinstance(template, str) else None, named,
                    config.get("add_bos_token"), frozenset(eos))  # fmt: skip
@@ -356,13 +361,13 @@ class ByteBPE:
         self._normalized = _is_nfc(head.get("normalizer"))
         _check_model(model)
         vocab: dict[str, int] = model["vocab"]
-        ranks, ids = _ranks(vocab, model["merges"])
+        self.tokens = _token_table(vocab)
+        ranks, ids = _ranks(vocab, self.tokens, model["merges"])
         if not control.isdisjoint(ids.values()):
             raise Unsupported("a merge yields a control token")
         reached = set(ids.values()) | control | set(ordinary.values())
         if model.get("ignore_merges") and not reached.issuperset(vocab.values()):
             raise Unsupported("the vocabulary has tokens no merge yields")
-        self.tokens = _token_table(vocab)
         self._ids = np.zeros(256 + len(model["merges"]), np.int64)
         self._ids[list(ids)] = list(ids.values())
         self._lengths = np.array([len(token or b"") for token in self.tokens], np.int64)
@@ -370,7 +375,9 @@ class ByteBPE:
         missing = bytes(b for b in range(256) if bytes([b]) not in ranks)
         self._missing = re.compile(b"[" + re.escape(missing) + b"]") if missing else None
         try:
-            self._encoding = tiktoken.Encoding("longchat", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+            self._encoding = tiktoken.Encoding(
+                "longchat", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+            )
         except ValueError as error:
             raise Unsupported(f"its pattern does not compile: {error}") from error
 
@@ -528,20 +535,21 @@ def _token_table(vocab: dict[str, int]) -> list[bytes | None]:
     return table
 
 
-def _ranks(vocab: dict[str, int], merges: list[Any]) -> tuple[dict[bytes, int], dict[int, int]]:
+def _ranks(
+    vocab: dict[str, int], tokens: list[bytes | None], merges: list[Any]
+) -> tuple[dict[bytes, int], dict[int, int]]:
     """Bytes -> rank for tiktoken, and rank -> token id. Single bytes first, then the merges in order."""
     ranks = {bytes([b]): b for c, b in _BYTE_OF.items() if c in vocab}
     ids = {b: vocab[c] for c, b in _BYTE_OF.items() if c in vocab}
     for rank, merge in enumerate(merges, 256):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        token = left + right
-        try:
-            data = _unwritten(token)
-        except UnicodeEncodeError:
-            raise Unsupported("a merge is not written in bytes") from None
+        id = vocab[left + right]
+        data = tokens[id]
+        if data is None:
+            raise Unsupported("a merge is not written in bytes")
         if data not in ranks:
             ranks[data] = rank
-            ids[rank] = vocab[token]
+            ids[rank] = id
     if not ranks:
         raise Unsupported("it has no byte tokens")
     return ranks, ids
@@ -550,8 +558,8 @@ def _ranks(vocab: dict[str, int], merges: list[Any]) -> tuple[dict[bytes, int], 
 def _check_model(model: Json) -> None:
     if model.get("type", "BPE") != "BPE" or "merges" not in model:
         raise Unsupported(f"its model is {model.get('type')}, not BPE")
-    odd = [k for k in ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix") if model.get(k)]
-    if odd:
+    options = ("dropout", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
+    if odd := [option for option in options if model.get(option)]:
         raise Unsupported(f"its BPE uses {', '.join(odd)}")
 
 
@@ -571,7 +579,8 @@ def _pattern(pre_tokenizer: Any) -> str:
         if kinds == ["ByteLevel"] and whole:
             return _GPT2
         if kinds == ["Digits", "ByteLevel"] and whole:
-            return _GPT2_DIGITS if steps[0]["individual_digits"] else _GPT2_DIGITS.replace(r"|\p{N}|", r"|\p{N}+|")
+            runs = _GPT2_DIGITS.replace(r"|\p{N}|", r"|\p{N}+|")
+            return _GPT2_DIGITS if steps[0]["individual_digits"] else runs
         if kinds == ["Split", "ByteLevel"] and not whole:
             split = steps[0]
             if split["behavior"] == "Isolated" and not split["invert"] and "Regex" in split["pattern"]:
