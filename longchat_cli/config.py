@@ -44,7 +44,7 @@ def private(directory: Path) -> Path:
 
 
 def offline() -> bool:
-    """True when LONGCHAT_OFFLINE or HF_HUB_OFFLINE forbids the network (the flag --offline sets the first)."""
+    """True when LONGCHAT_OFFLINE (set by --offline) or HF_HUB_OFFLINE forbids the network."""
     return any(os.environ.get(name, "").lower() in {"1", "true", "yes", "on"} for name in _OFFLINE)
 
 

@@ -66,8 +66,8 @@ class Engine(Protocol):
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> Prompt:
         """Messages to token ids by the model's template; `answer` opens the assistant's turn."""
 
-    def render_turn(self, text: str) -> Prompt:
-        """Close the assistant's running turn, add the user's turn `text`, open the next answer."""
+    def render_turn(self, message: Message) -> Prompt:
+        """Close the running answer, add the user's turn, open the next answer; appended, never re-read."""
 
     def prefill(
         self, ids: Sequence[int], progress: Progress | None = None, cancel: Callable[[], bool] | None = None
@@ -75,7 +75,7 @@ class Engine(Protocol):
         """Read `ids` into the state, chunk by chunk; returns how many were read (fewer when cancelled)."""
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
-        """Stream an answer; every yielded token but the last is in the state, which always ends on a token."""
+        """Stream an answer; the state always holds whole tokens and agrees with what was yielded."""
 
     def coverage(self) -> Coverage: ...
 

@@ -1,0 +1,112 @@
+"""Core Context Aware Attention (CCA-Attention, ICML 2025): far groups pooled to one core, near tokens raw.
+
+Follows the authors' code: pooling works on rotated keys, the last token of a group weighs it, and cores and
+window share one softmax. Untuned models need the attention sink kept raw (`sinks`, ours); 0 is as published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longchat_cli.attention.layer import (
+    KVBuffer,
+    Layer,
+    Method,
+    Step,
+    at_least,
+    at_most,
+    causal,
+    each_row,
+    option,
+    validate,
+)
+from longchat_cli.attention.rope import Rope
+from longchat_cli.kernels import Bound, Span
+
+
+@dataclass(frozen=True)
+class CCA(Method):
+    """CCA-Attention section 3; published defaults g = 16, s = 1024."""
+
+    summary = "CCA-Attention: older text pooled into one core per --group tokens"
+    keeps = "the first --sinks and last --local tokens raw, one weighted core for each older group"
+    forgets = (
+        "detail of older text; fine-tuning on pooled contexts (about 1 B tokens as published) restores much"
+    )
+    cost = "memory and step time 1 / --group of full plus --local; reading the same share of length squared"
+    group: int = option(16, "tokens per core (g)", low=1)
+    local: int = option(1024, "recent tokens kept raw (s); the window breathes up to s + g - 1", low=1)
+    sinks: int = option(4, "first tokens kept raw and left out of their core; 0: as published", low=0)
+    cores: str = option(
+        "kv", "cores per KV head (ours, smaller) or per query head (as published)", choices=("kv", "head")
+    )
+    pool: str = option("attention", "how a group becomes a core", choices=("attention", "mean", "max"))
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def layer(self, index: int, layers: int, rope: Rope | None) -> CCALayer:
+        return CCALayer(rope, self)
+
+
+class CCALayer(Layer):
+    def __init__(self, rope: Rope | None, method: CCA) -> None:
+        super().__init__(rope)
+        self.method = method
+        self.head, self.raw = KVBuffer(), KVBuffer()
+        # Groups made of sinks alone have no core.
+        self.cores = KVBuffer(method.sinks // method.group)
+
+    def spans(self, new: Step) -> list[Span]:
+        self.raw.drop_before(self._pooled(new.first) * self.method.group)
+        self.raw.append(new.k, new.v)
+        missing = min(self.method.sinks - len(self.head), new.rows)
+        if missing > 0:
+            self.head.append(new.k[:, :missing], new.v[:, :missing])
+        self._form_cores(new)
+        pooled: Bound = each_row(new, self._pooled)
+        spans = [causal(self.raw, new, pooled * self.method.group)]
+        if len(self.cores):
+            spans.append(Span(self.cores.k, self.cores.v, 0, at_least(pooled - self.cores.first, 0)))
+        if len(self.head):
+            outside = at_most(pooled * self.method.group, len(self.head))
+            spans.append(Span(self.head.k, self.head.v, 0, outside))
+        return spans
+
+    def visible(self) -> int:
+        return self.seen
+
+    def _pooled(self, position: Bound) -> Bound:
+        """Groups that a query at `position` sees as cores: floor((t - s) / g) for t = position + 1."""
+        return at_least((position + 1 - self.method.local) // self.method.group, 0)
+
+    def _form_cores(self, new: Step) -> None:
+        """Pool every group whose last token is among the new ones; its query is at hand now only."""
+        g = self.method.group
+        low, high = max(new.first // g, self.cores.end), new.end // g
+        if low >= high:
+            return
+        rows = slice(low * g - self.raw.first, high * g - self.raw.first)
+        groups = (self.raw.k.shape[0], high - low, g, -1)
+        k, v = (x[:, rows].reshape(groups).float() for x in (self.raw.k, self.raw.v))
+        first = torch.arange(low * g, high * g, device=k.device).view(high - low, g)
+        left_out = first < self.method.sinks
+        queries = new.q[:, low * g + g - 1 - new.first :: g][:, : high - low]
+        self.cores.append(*(x.to(new.k.dtype) for x in self._pool(queries, k, v, left_out, new.scale)))
+
+    def _pool(self, q: Tensor, k: Tensor, v: Tensor, left_out: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q [heads, n, dim], k and v [KV heads, n, g, dim], left_out [n, g] -> cores [groups, n, dim]."""
+        if self.method.pool == "max":
+            hidden = left_out.unsqueeze(-1)
+            return k.masked_fill(hidden, -torch.inf).amax(2), v.masked_fill(hidden, -torch.inf).amax(2)
+        grouped = q.float().reshape(k.shape[0], -1, k.shape[1], k.shape[3])  # [KV heads, r, n, dim]
+        logits = torch.einsum("hrnd,hngd->hrng", grouped, k) * scale
+        if self.method.pool == "mean":
+            logits = torch.zeros_like(logits)
+        weights = logits.masked_fill(left_out, -torch.inf).softmax(-1)
+        if self.method.cores == "kv":
+            weights = weights.mean(1, keepdim=True)
+        return tuple(torch.einsum("hrng,hngd->hrnd", weights, x).flatten(0, 1) for x in (k, v))  # type: ignore[return-value]

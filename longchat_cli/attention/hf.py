@@ -1,0 +1,236 @@
+"""Any transformers decoder under a method. The only importer of transformers internals; pinned to 5.24.
+
+Nothing is patched: attention modules call `cache.update(k, v, layer, kwargs=kwargs)` and hand the same kwargs
+to the attention function. Our cache slot leaves itself in them, and the function registered here asks the
+slot's layer for its spans. Layers that are not plain full attention (sliding, conv, linear) keep the cache
+the model gave them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import (
+    Cache as TransformersCache,
+)
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+)
+
+from longchat_cli import kernels
+from longchat_cli.attention.full import Full
+from longchat_cli.attention.layer import Cache, Layer, Method
+from longchat_cli.attention.rope import Rope, default_frequencies, probe
+from longchat_cli.errors import BadInput, UsageError
+from longchat_cli.kernels import Span
+
+NAME = "longchat"
+
+
+class Slot(CacheLayerMixin):
+    """Stands in a transformers cache for one of our layers and passes it on to the attention function."""
+
+    is_sliding = False
+
+    def __init__(self, layer: Layer, cache: Cache) -> None:
+        super().__init__()
+        self.layer, self.cache = layer, cache
+        self.waiting = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+        self.waiting = True
+        kwargs.get("kwargs", {})["slot"] = self
+        return key_states, value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, **extra: Any) -> Tensor:
+        self.waiting = False
+        # `generate` does not say whether it reads or decodes: a lone token after others is decoding.
+        decoding = self.cache.decoding or (q.shape[1] == 1 and self.layer.seen > 0)
+        return self.layer.attend(q, k, v, scale, decoding, **extra)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.layer.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.layer.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class ForeignLayers(dict[int, Any]):
+    """The model's own cache layers by index; a copy shares tensors unless they are written in place."""
+
+    def copy(self) -> ForeignLayers:
+        return ForeignLayers({index: _copy_layer(layer) for index, layer in self.items()})
+
+
+def _copy_layer(layer: Any) -> Any:
+    # Key and value tensors of sliding layers are replaced on update; conv and recurrent states are written.
+    return copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    slot: Slot | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: [1, heads, rows, dim] in, [1, rows, heads, dim] out.
+
+    Raises UsageError for batches: without a mask padding cannot be honoured.
+    """
+    if query.shape[0] != 1:
+        raise UsageError("batches are not supported", "", "run one sequence at a time")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = query[0], key[0], value[0]
+    if slot is not None:
+        out = slot.attend(q, k, v, scale, softcap=softcap, sinks=s_aux)
+    else:
+        out, _ = kernels.attend(q, [_own_span(q, k, v, sliding_window)], scale, softcap, s_aux)
+    return out.transpose(0, 1).unsqueeze(0), None
+
+
+def _own_span(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Span:
+    """What a layer with the model's own cache sees: its last keys, causally, within its window."""
+    rows, keys = q.shape[1], k.shape[1]
+    stop = torch.arange(keys - rows + 1, keys + 1, device=q.device)
+    return Span(k, v, 0 if window is None else (stop - window).clamp(min=0), stop)
+
+
+AttentionInterface.register(NAME, attention)
+
+
+class HFDecoder:
+    """A transformers causal language model as a decoder: `forward` over our caches, one sequence at a time.
+
+    Raises BadInput for models that do not use transformers' attention interface.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if not model._can_set_attn_implementation():
+            raise BadInput(
+                f"{type(model).__name__} is not supported",
+                "it does not use transformers' attention interface",
+                "choose another model",
+            )
+        self.model = model.eval()
+        model.set_attn_implementation(NAME)
+        self.config = model.config.get_text_config(decoder=True)
+        self.layers = self.config.num_hidden_layers
+        self.vocab_size = self.config.vocab_size
+        self.window = int(getattr(self.config, "max_position_embeddings", 0) or 2048)
+        self.device = model.device
+        self.dtype = model.dtype
+
+    def new_cache(self, method: Method) -> Cache:
+        """An empty state under `method`. Raises UsageError where the method cannot serve this model."""
+        foreign = ForeignLayers(
+            {
+                index: layer
+                for index, layer in enumerate(DynamicCache(config=self.model.config).layers)
+                if type(layer) is not DynamicLayer
+            }
+        )
+        if len(foreign) == self.layers:
+            raise UsageError("no attention method applies to this model", "no layer has full attention")
+        ropes = self.ropes if method.needs_rope else [None] * self.layers
+        cache = Cache(
+            [
+                None if index in foreign else method.layer(index, self.layers, _usable(rope))
+                for index, rope in enumerate(ropes)
+            ]
+        )
+        cache.foreign = foreign
+        return cache
+
+    def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor:
+        """Read token ids int64 [rows] after what `cache` holds; float32 logits [min(logits, rows), vocab]."""
+        view = transformers_cache(cache)
+        positions = torch.arange(cache.seen, cache.seen + len(ids), device=self.device).unsqueeze(0)
+        with torch.inference_mode():
+            out = self.model(
+                input_ids=ids.to(self.device).unsqueeze(0),
+                position_ids=positions,
+                cache=view,
+                use_cache=True,
+                logits_to_keep=max(logits, 1),
+            )
+        if any(isinstance(layer, Slot) and layer.waiting for layer in view.layers):
+            raise BadInput(
+                f"{type(self.model).__name__} is not supported",
+                "its attention does not pass the cache's arguments on",
+                "choose another model",
+            )
+        cache.seen += len(ids)
+        return out.logits[0, -logits:].float() if logits else out.logits[0, :0].float()
+
+    @functools.cached_property
+    def ropes(self) -> list[Rope | None | str]:
+        """Each layer's rotation, found by probing the model; a string says why none fits."""
+        return probe(self._keys_at, self._candidates())
+
+    def _keys_at(self, position: int) -> Sequence[Tensor | None]:
+        cache = self.new_cache(Full())
+        view = transformers_cache(cache)
+        token = torch.tensor([[self.vocab_size // 2]], device=self.device)
+        with torch.inference_mode():
+            self.model(
+                input_ids=token,
+                position_ids=torch.tensor([[position]], device=self.device),
+                cache=view,
+                use_cache=True,
+            )
+        return [None if layer is None else layer.kv.k for layer in cache.layers]  # type: ignore[attr-defined]
+
+    def _candidates(self) -> list[Rope]:
+        tables = [
+            buffer.double().cpu()
+            for name, buffer in self.model.named_buffers()
+            if name.endswith("inv_freq") and buffer.dim() == 1
+        ]
+        if not tables:
+            dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // max(
+                self.config.num_attention_heads, 1
+            )
+            tables = [default_frequencies(dim, 10_000.0)]
+        return [Rope(table, interleaved) for interleaved in (False, True) for table in tables]
+
+
+def transformers_cache(cache: Cache) -> TransformersCache:
+    """Our state as a transformers cache, also good for `generate`."""
+    foreign = cache.foreign or {}
+    return TransformersCache(
+        layers=[
+            foreign[index] if layer is None else Slot(layer, cache)
+            for index, layer in enumerate(cache.layers)
+        ]
+    )
+
+
+def _usable(rope: Rope | None | str) -> Rope | None:
+    if isinstance(rope, str):
+        raise UsageError(
+            "this method cannot serve this model",
+            f"it moves keys, and the model's {rope}",
+            "choose another method",
+        )
+    return rope

@@ -1,0 +1,280 @@
+"""The contract of a method: it keeps what it wants of the new keys and values and returns what is visible.
+
+A method is a frozen dataclass (its fields are the user's options) that makes one `Layer` per attention
+layer of the model. A layer decides; a kernel computes. Tensors kept on a layer are replaced, never written
+in place, so that a snapshot is a copy of references.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from longchat_cli import kernels
+from longchat_cli.attention.rope import Rope
+from longchat_cli.errors import UsageError
+from longchat_cli.kernels import Bound, Observe, Rotation, Span
+
+
+@dataclass(frozen=True)
+class Step:
+    """The new tokens of one call: q [heads, rows, dim] and k, v [KV heads, rows, dim], rotated at their true
+    positions first, first + 1, ...; `scale` multiplies logits; `decoding` is false while a prompt is read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    first: int
+    scale: float
+    decoding: bool
+
+    @property
+    def rows(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def end(self) -> int:
+        return self.first + self.rows
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [rows]."""
+        return torch.arange(self.first, self.end, device=self.k.device)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Options of a method. `needs_rope`: the method moves keys or queries to other positions."""
+
+    summary: ClassVar[str]
+    keeps: ClassVar[str]
+    forgets: ClassVar[str]
+    cost: ClassVar[str]
+    needs_rope: ClassVar[bool] = False
+    chunk: ClassVar[int | None] = None  # most rows a prefill call may have, where the method sets it
+
+    def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
+        """The state of attention layer `index` of `layers`."""
+        raise NotImplementedError
+
+    @classmethod
+    def build(cls, options: Mapping[str, Any]) -> Method:
+        """A method from user options. Raises UsageError for an unknown option or a value out of range."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise UsageError(f"--{name.replace('_', '-')} is not an option of this method")
+        return cls(**options)
+
+
+def option(default: Any, text: str, low: float | None = None, choices: Sequence[str] = ()) -> Any:
+    """A method's option: its default, help text, lower bound and choices."""
+    return dataclasses.field(default=default, metadata={"help": text, "low": low, "choices": tuple(choices)})
+
+
+def validate(method: Any) -> None:
+    """Check every option against its metadata. Raises UsageError."""
+    for field in dataclasses.fields(method):
+        value, flag = getattr(method, field.name), "--" + field.name.replace("_", "-")
+        low, choices = field.metadata.get("low"), field.metadata.get("choices")
+        if low is not None and value < low:
+            raise UsageError(f"{flag} is {value}", f"it must be at least {low}")
+        if choices and value not in choices:
+            raise UsageError(f"{flag} is {value}", "", f"choose from {', '.join(choices)}")
+
+
+class KVBuffer:
+    """Keys and values [heads, tokens, dim] of consecutive tokens: append at the end, drop from the front.
+
+    `first` and `end` are absolute indices of the live tokens. A snapshot shares the storage: appends go
+    behind what the snapshot sees, and making room always allocates anew.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = self.end = first
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+        self._offset = 0
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    @property
+    def k(self) -> Tensor:
+        assert self._k is not None
+        return self._k[:, self._offset : self._offset + len(self)]
+
+    @property
+    def v(self) -> Tensor:
+        assert self._v is not None
+        return self._v[:, self._offset : self._offset + len(self)]
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        live, new = len(self), k.shape[1]
+        if self._k is None or self._offset + live + new > self._k.shape[1]:
+            self._move(live + new + max(256, (live + new) // 8), k, v)
+        assert self._k is not None and self._v is not None
+        at = slice(self._offset + live, self._offset + live + new)
+        self._k[:, at], self._v[:, at] = k, v
+        self.end += new
+
+    def drop_before(self, index: int) -> None:
+        """Forget tokens before the absolute `index`; storage is given back once half of it is unused."""
+        dropped = min(max(index - self.first, 0), len(self))
+        self.first += dropped
+        self._offset += dropped
+        if self._k is not None and self._v is not None and self._k.shape[1] > 2 * len(self) + 512:
+            self._move(len(self) + 256, self._k, self._v)
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self._k, self._v) if x is not None]
+
+    def copy(self) -> KVBuffer:
+        other = KVBuffer()
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def _move(self, capacity: int, k: Tensor, v: Tensor) -> None:
+        live = len(self)
+        moved_k = k.new_empty(k.shape[0], capacity, k.shape[2])
+        moved_v = v.new_empty(v.shape[0], capacity, v.shape[2])
+        if self._k is not None and live:
+            moved_k[:, :live], moved_v[:, :live] = self.k, self.v
+        self._k, self._v, self._offset = moved_k, moved_v, 0
+
+
+class Layer:
+    """One attention layer's state under a method. Subclasses define `spans`, and `observe` if they ask."""
+
+    def __init__(self, rope: Rope | None = None) -> None:
+        self.rope = rope
+        self.seen = 0
+
+    def spans(self, new: Step) -> list[Span]:
+        """Take the new tokens and return what their queries see, the tokens themselves included."""
+        raise NotImplementedError
+
+    def observe(self, scores: Sequence[Tensor | None], new: Step) -> None:
+        """Receive the probabilities the spans asked for, float32 [KV heads, keys] each."""
+
+    def visible(self) -> int:
+        """Tokens that the next query can see, raw or pooled."""
+        return self.seen
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        decoding: bool,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [heads, rows, dim] and k, v [KV heads, rows, dim] at true positions -> [heads, rows, dim]."""
+        new = Step(q, k, v, self.seen, scale, decoding)
+        spans = [span for span in self.spans(new) if span.k.shape[1]]
+        out, scores = kernels.attend(q, spans, scale, softcap, sinks)
+        self.seen = new.end
+        if any(span.observe for span in spans):
+            self.observe(scores, new)
+        return out
+
+    def turn(self, new: Step, apparent: Bound) -> Rotation | None:
+        """The rotation that moves the new queries from their positions to `apparent` ones (a bound)."""
+        return None if self.rope is None else self.rope.rotation(apparent - new.positions)
+
+    def held(self) -> list[Tensor]:
+        """Every tensor kept between calls (whole storages)."""
+        return [tensor for value in self.state().values() for tensor in _tensors(value)]
+
+    def state(self) -> dict[str, Any]:
+        """The mutable part: everything but the rotation and the method's options (names in `fixed`)."""
+        return {name: value for name, value in vars(self).items() if name not in self.fixed}
+
+    fixed: ClassVar[frozenset[str]] = frozenset({"rope", "method"})
+
+    def snapshot(self) -> dict[str, Any]:
+        """A mark in O(1): buffers share their storage with it."""
+        return {name: _copy(value) for name, value in self.state().items()}
+
+    def restore(self, mark: dict[str, Any]) -> None:
+        vars(self).update({name: _copy(value) for name, value in mark.items()})
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, KVBuffer):
+        return value.tensors()
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value.copy() if isinstance(value, KVBuffer) else value
+
+
+def each_row(new: Step, function: Callable[[Any], Any]) -> Bound:
+    """`function(position)` for every new row: a number for one row (no tensors in decoding), else int64."""
+    return function(new.first) if new.rows == 1 else function(new.positions)
+
+
+def at_least(value: Any, low: int) -> Any:
+    """max(value, low) for a number or a tensor."""
+    return value.clamp(min=low) if isinstance(value, Tensor) else max(value, low)
+
+
+def at_most(value: Any, high: int) -> Any:
+    """min(value, high) for a number or a tensor."""
+    return value.clamp(max=high) if isinstance(value, Tensor) else min(value, high)
+
+
+def causal(buffer: KVBuffer, new: Step, start: Bound = 0, observe: Observe | None = None) -> Span:
+    """Row at position p sees the buffer's tokens from absolute index `start` (a bound per row) up to p."""
+    low = at_least(start - buffer.first, 0)
+    return Span(buffer.k, buffer.v, low, each_row(new, lambda p: p + 1 - buffer.first), observe=observe)
+
+
+class Cache:
+    """A model's state: a layer each, None where the model keeps its own (`foreign`: sliding, conv, linear)."""
+
+    def __init__(self, layers: Sequence[Layer | None]) -> None:
+        self.layers = list(layers)
+        self.decoding = False
+        self.seen = 0
+        self.foreign: Any = None
+
+    def own(self) -> list[Layer]:
+        return [layer for layer in self.layers if layer is not None]
+
+    def bytes(self) -> int:
+        """Bytes of the storages actually held."""
+        storages = {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+            for layer in self.own()
+            for x in layer.held()
+        }
+        return sum(storages.values())
+
+    def visible(self) -> int:
+        return min((layer.visible() for layer in self.own()), default=self.seen)
+
+    def snapshot(self) -> Any:
+        return self.seen, [layer.snapshot() for layer in self.own()], _foreign_copy(self.foreign)
+
+    def restore(self, mark: Any) -> None:
+        self.seen, layers, foreign = mark
+        for layer, saved in zip(self.own(), layers, strict=True):
+            layer.restore(saved)
+        self.foreign = _foreign_copy(foreign)
+
+
+def _foreign_copy(foreign: Any) -> Any:
+    return None if foreign is None else foreign.copy()

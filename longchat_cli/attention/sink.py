@@ -1,0 +1,57 @@
+"""Attention sinks (StreamingLLM, Xiao et al., ICLR 2024): the first few tokens and the last W.
+
+A kept token's position is its place in the cache. Keys stay as the model rotated them; since rotation is
+relative, turning the *query* for the sink keys to its own place in the cache is the same as moving the sinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longchat_cli.attention.layer import KVBuffer, Method, Step, at_most, each_row, option, validate
+from longchat_cli.attention.rope import Rope
+from longchat_cli.attention.window import WindowLayer
+from longchat_cli.kernels import Span
+
+
+@dataclass(frozen=True)
+class Sink(Method):
+    """StreamingLLM section 3.2; public defaults 4 + 1020."""
+
+    summary = "attention sinks (StreamingLLM): endless text at flat cost"
+    keeps = "the first --sinks tokens and the last --window"
+    forgets = "everything between; it does not extend the context: a book answers about its end only"
+    cost = "flat memory and step time"
+    needs_rope = True
+    sinks: int = option(4, "first tokens that stay", low=0)
+    window: int = option(1020, "recent tokens that stay", low=1)
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def layer(self, index: int, layers: int, rope: Rope | None) -> SinkLayer:
+        return SinkLayer(rope, self.sinks, self.window)
+
+
+class SinkLayer(WindowLayer):
+    fixed = WindowLayer.fixed | {"sinks"}
+
+    def __init__(self, rope: Rope | None, sinks: int, window: int) -> None:
+        super().__init__(rope, window)
+        self.sinks = sinks
+        self.head = KVBuffer()
+
+    def spans(self, new: Step) -> list[Span]:
+        recent = super().spans(new)
+        missing = min(self.sinks - len(self.head), new.rows)
+        if missing > 0:
+            self.head.append(new.k[:, :missing], new.v[:, :missing])
+        if not len(self.head) or new.end <= self.window:
+            return recent
+        # A row's place in the cache is its true position until tokens between sinks and window are gone.
+        place = each_row(new, lambda p: at_most(p, self.sinks + self.window - 1))
+        outside = at_most(self.left(new), self.sinks)
+        return [Span(self.head.k, self.head.v, 0, outside, self.turn(new, place)), *recent]
+
+    def visible(self) -> int:
+        return min(self.seen, self.sinks + self.window)

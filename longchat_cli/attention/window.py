@@ -1,0 +1,57 @@
+"""Sliding-window attention: the last W tokens and nothing else; the baseline that collapses without sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longchat_cli.attention.layer import (
+    KVBuffer,
+    Layer,
+    Method,
+    Step,
+    at_least,
+    causal,
+    each_row,
+    option,
+    validate,
+)
+from longchat_cli.attention.rope import Rope
+from longchat_cli.kernels import Bound, Span
+
+
+@dataclass(frozen=True)
+class Window(Method):
+    """Each query sees itself and the W - 1 tokens before it."""
+
+    summary = "sliding window without sinks: a baseline that collapses once the first tokens are gone"
+    keeps = "the last --window tokens"
+    forgets = "everything older, first tokens included"
+    cost = "flat memory and step time"
+    window: int = option(1024, "tokens that stay visible, the query's own included", low=1)
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
+        return WindowLayer(rope, self.window)
+
+
+class WindowLayer(Layer):
+    fixed = Layer.fixed | {"window"}
+
+    def __init__(self, rope: Rope | None, window: int) -> None:
+        super().__init__(rope)
+        self.window = window
+        self.kv = KVBuffer()
+
+    def spans(self, new: Step) -> list[Span]:
+        self.kv.drop_before(new.first + 1 - self.window)
+        self.kv.append(new.k, new.v)
+        return [causal(self.kv, new, self.left(new))]
+
+    def left(self, new: Step) -> Bound:
+        """How many tokens have left each row's window: the absolute index of the first one visible."""
+        return each_row(new, lambda p: at_least(p + 1 - self.window, 0))
+
+    def visible(self) -> int:
+        return min(self.seen, self.window)

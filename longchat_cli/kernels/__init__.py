@@ -1,0 +1,67 @@
+"""Attention kernels over spans. Dispatch is an ordered list: the first that accepts the inputs serves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from longchat_cli.errors import UsageError
+from longchat_cli.kernels import flash_cpu, reference
+from longchat_cli.kernels.span import Bound, Observe, Rotation, Span
+
+__all__ = ["Bound", "Observe", "Rotation", "Span", "attend", "force", "report", "served"]
+
+Accepts = Callable[[Tensor, Sequence[Span], float | None, Tensor | None], str | None]
+
+KERNELS: dict[str, tuple[Accepts, Callable]] = {
+    "flash-cpu": (flash_cpu.accepts, flash_cpu.attend),
+    "reference": (lambda q, spans, softcap, sinks: None, reference.attend),
+}
+DESCRIPTIONS = {
+    "flash-cpu": "torch's fused CPU attention, one log-sum-exp merge over spans",
+    "reference": "dense float32; serves whatever no other kernel accepts",
+}
+
+served: Counter[str] = Counter()
+"""How often each kernel served in this process; `--verbose` prints it."""
+
+_forced: str | None = None
+
+
+def force(name: str | None) -> None:
+    """Use one kernel for everything (None: the ordered list again). Raises UsageError for an unknown name."""
+    global _forced
+    if name is not None and name not in KERNELS:
+        raise UsageError(f"no kernel '{name}'", "", f"choose from {', '.join(KERNELS)}")
+    _forced = name
+
+
+def attend(
+    q: Tensor,
+    spans: Sequence[Span],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Attention of q [heads, rows, dim] over all spans in one softmax; see `reference.attend`.
+
+    Raises UsageError when a forced kernel does not accept the inputs.
+    """
+    for name in [_forced] if _forced else KERNELS:
+        accepts, kernel = KERNELS[name]
+        reason = accepts(q, spans, softcap, sinks)
+        if reason is None:
+            served[name] += 1
+            return kernel(q, spans, scale, softcap, sinks)
+    raise UsageError(f"kernel '{_forced}' cannot serve this model", reason or "", "leave --kernel out")
+
+
+def report() -> list[tuple[str, bool, str]]:
+    """(name, serves on this machine, what it is or why not) for `longchat doctor`."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    rows = [("flash-cpu", not cuda, "" if not cuda else "a GPU is in use"), ("reference", True, "")]
+    return [(name, ok, reason or DESCRIPTIONS[name]) for name, ok, reason in rows]

@@ -1,0 +1,211 @@
+"""The engine in this process: a torch decoder, its tokenizer and one state under one method."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longchat_cli import state
+from longchat_cli.attention import method_class
+from longchat_cli.attention.layer import Cache, Method
+from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
+from longchat_cli.prompt import Assembler, Message, Prompt
+from longchat_cli.sampling import Sampling
+from longchat_cli.terminal_text import StopMatcher
+from longchat_cli.tokens import Tokenizer
+
+CHUNK = 512
+PENALTY_SPAN = 256
+"""The repetition penalty looks at this many tokens back, so that an endless chat stays flat in time."""
+
+
+class Decoder(Protocol):
+    """What an engine needs of a model; `models.lean.LeanDecoder` and `attention.hf.HFDecoder` are the two."""
+
+    window: int
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def new_cache(self, method: Method) -> Cache: ...
+
+    def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor: ...
+
+
+class LocalEngine:
+    """Implements `engine.Engine` for a decoder in this process."""
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, method: Method, info: EngineInfo, chunk: int = CHUNK
+    ) -> None:
+        self.decoder, self.tokenizer, self.method = decoder, tokenizer, method
+        self.assembler = Assembler(tokenizer)
+        self._info = info
+        self.chunk = min(chunk, method.chunk or chunk)
+        self.reset()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def reset(self) -> None:
+        self.cache = self.decoder.new_cache(self.method)
+        self.ids = array.array("I")  # every token read or written, four bytes each
+        self.logits: Tensor | None = None
+
+    def count(self, text: str) -> int:
+        return len(self.tokenizer.encode(text))
+
+    def render(self, messages: Sequence[Message], *, answer: bool = True) -> Prompt:
+        return self.assembler.render(messages, answer=answer)
+
+    def render_turn(self, message: Message) -> Prompt:
+        return self.assembler.turn(message)
+
+    def prefill(
+        self, ids: Sequence[int], progress: Progress | None = None, cancel: Callable[[], bool] | None = None
+    ) -> int:
+        done = 0
+        while done < len(ids) and not (cancel and cancel()):
+            part = ids[done : done + self.chunk]
+            self._feed(part, decoding=False)
+            done += len(part)
+            if progress:
+                progress(done, len(ids))
+        return done
+
+    def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
+        generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
+        decoder, matcher = self.tokenizer.decoder(), StopMatcher(sampling.stop)
+        for count in range(sampling.max_tokens + 1):
+            if count == sampling.max_tokens or (cancel and cancel()):
+                tail, _ = matcher.feed(decoder.flush())
+                reason = "length" if count == sampling.max_tokens else "cancelled"
+                yield Piece(tail + matcher.flush(), stop=reason)
+                return
+            assert self.logits is not None, "generate needs a prefilled prompt"
+            token, logprob = choose(self.logits, sampling, self.ids[-PENALTY_SPAN:], generator)
+            if token in self.tokenizer.eos_ids:
+                tail, _ = matcher.feed(decoder.flush())
+                yield Piece(tail + matcher.flush(), stop="eos")
+                return
+            # Fed before it is yielded: whoever stops listening leaves a state that agrees with what they saw.
+            self._feed([token], decoding=True)
+            text, stopped = matcher.feed(decoder.push(token))
+            yield Piece(text, (token,), logprob, "stop" if stopped else None)
+            if stopped:
+                return
+
+    def coverage(self) -> Coverage:
+        seen, visible = self.cache.seen, self.cache.visible()
+        return Coverage(seen, visible, seen - visible, self.cache.bytes())
+
+    def snapshot(self) -> Any:
+        return self.cache.snapshot(), len(self.ids), self.logits
+
+    def restore(self, mark: Any) -> None:
+        saved, count, self.logits = mark
+        self.cache.restore(saved)
+        del self.ids[count:]
+
+    def save(self, path: Path) -> None:
+        extra = {} if self.logits is None else {"logits": self.logits}
+        state.save(path, self.cache, {**self._identity(), "ids": self.ids.tolist()}, extra)
+
+    def load(self, path: Path) -> None:
+        self.reset()
+        about, extra = state.load(path, self.cache, self._identity())
+        self.ids = array.array("I", about["ids"])
+        self.logits = extra.get("logits")
+
+    def _identity(self) -> dict[str, Any]:
+        info = self._info
+        options = asdict(self.method)
+        return {"model": info.fingerprint, "method": info.method, "options": options, "dtype": info.dtype}
+
+    def _feed(self, ids: Sequence[int], decoding: bool) -> None:
+        """One forward; whatever interrupts it leaves the state as it was."""
+        mark = self.cache.snapshot()
+        self.cache.decoding = decoding
+        try:
+            logits = self.decoder.forward(torch.tensor(ids, dtype=torch.int64), self.cache)[-1]
+        except BaseException:
+            self.cache.restore(mark)
+            raise
+        self.logits = logits
+        self.ids.extend(ids)
+
+
+def choose(
+    logits: Tensor, sampling: Sampling, recent: Sequence[int], generator: torch.Generator | None = None
+) -> tuple[int, float]:
+    """The next token and its log-probability under the model, from logits float32 [vocab]."""
+    logits = logits.detach().to("cpu", torch.float32)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if sampling.repetition_penalty != 1.0 and len(recent):
+        index = torch.tensor(sorted(set(recent)))
+        held = logits[index]
+        scaled = torch.where(held > 0, held / sampling.repetition_penalty, held * sampling.repetition_penalty)
+        logits = logits.index_put((index,), scaled)
+    if sampling.temperature == 0:
+        token = int(logits.argmax())
+        return token, float(logprobs[token])
+    probabilities = torch.softmax(_filtered(logits / sampling.temperature, sampling), dim=-1)
+    token = int(torch.multinomial(probabilities, 1, generator=generator))
+    return token, float(logprobs[token])
+
+
+def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Put tokens that top-k, top-p or min-p leave out at minus infinity."""
+    if sampling.top_k:
+        floor = logits.topk(min(sampling.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if sampling.min_p:
+        probabilities = logits.softmax(-1)
+        logits = logits.masked_fill(probabilities < sampling.min_p * probabilities.max(), -torch.inf)
+    if sampling.top_p < 1:
+        ordered, index = logits.softmax(-1).sort(descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
+        logits = logits.index_fill(0, index[beyond], -torch.inf)
+    return logits
+
+
+def open_engine(
+    model: str | None = None,
+    method: str = "full",
+    options: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: str | None = None,
+) -> LocalEngine:
+    """Load a model (pulling or converting it when needed) under a method.
+
+    Raises LongchatError subclasses: unknown names, damaged or unreachable models, options out of range.
+    """
+    from longchat_cli.models import load
+
+    built = method_class(method).build(options or {})
+    ready = load.find(model)
+    decoder = load.load_decoder(ready, device=device, dtype=dtype, quantize=quantize)
+    info = EngineInfo(
+        model=ready.name,
+        window=decoder.window,
+        method=method,
+        device=str(decoder.device),
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        fingerprint=ready.fingerprint,
+        capabilities=frozenset({"save", "snapshot"}),
+    )
+    return LocalEngine(decoder, Tokenizer.from_dir(ready.path), built, info)
+
+
+def with_method(engine: LocalEngine, name: str, options: Mapping[str, Any] | None = None) -> LocalEngine:
+    """The same loaded model under another method, with an empty state."""
+    info = replace(engine.info, method=name)
+    return LocalEngine(engine.decoder, engine.tokenizer, method_class(name).build(options or {}), info)

@@ -1,0 +1,229 @@
+"""A lean forward for Llama-like decoders: torch alone, no transformers, straight from the ready form.
+
+Serves RMSNorm, rotary positions, grouped queries, a gated SiLU MLP, optional biases and QK-norm (Llama,
+SmolLM, Mistral, Qwen2, Qwen3). Prompts run on bfloat16 weights, decoding on packed low-bit ones where present.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from longchat_cli.attention.layer import Cache, Layer, Method
+from longchat_cli.attention.rope import Rope, default_frequencies
+from longchat_cli.errors import BadInput
+
+ARCHITECTURES = {"llama", "mistral", "qwen2", "qwen3"}
+PACKED_GROUP = 32
+PACKED_ROWS = 4
+"""Up to this many rows the packed low-bit products are faster than the bfloat16 ones."""
+
+
+def refuses(config: dict[str, Any]) -> str | None:
+    """None when the lean forward serves a model of this config.json, else why not."""
+    if config.get("model_type") not in ARCHITECTURES:
+        return f"architecture {config.get('model_type')}"
+    if config.get("hidden_act", "silu") != "silu":
+        return f"activation {config['hidden_act']}"
+    if "sliding_attention" in (config.get("layer_types") or []) or _slides(config):
+        return "sliding-window layers"
+    kind = _rope_parameters(config).get("rope_type", "default")
+    return None if kind in ("default", "llama3") else f"rotary scaling {kind}"
+
+
+def _slides(config: dict[str, Any]) -> bool:
+    default = config["model_type"] == "mistral"
+    return bool(config.get("sliding_window")) and config.get("use_sliding_window", default)
+
+
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`; older files `rope_theta` and `rope_scaling`."""
+    old = config.get("rope_scaling") or {}
+    parameters = {
+        "rope_theta": config.get("rope_theta", 10_000.0),
+        **old,
+        **(config.get("rope_parameters") or {}),
+    }
+    parameters.setdefault("rope_type", parameters.get("type", "default"))
+    return parameters
+
+
+def rope_of(config: dict[str, Any]) -> Rope:
+    """The model's rotation; Llama 3's scaling stretches the long wavelengths (transformers' rope_type llama3)."""
+    parameters = _rope_parameters(config)
+    frequencies = default_frequencies(_head_dim(config), float(parameters["rope_theta"]))
+    if parameters["rope_type"] != "llama3":
+        return Rope(frequencies)
+    factor, trained = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = trained * frequencies / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return Rope(frequencies * ((1 - smooth) / factor + smooth))
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Weights [out, in] in the dense form, their bias, and the packed form for few rows."""
+
+    weights: tuple[Tensor, ...]
+    bias: Tensor | None = None
+    packed: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, in] -> [rows, out]."""
+        if self.packed is not None and x.shape[0] <= PACKED_ROWS:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed[0], PACKED_GROUP, self.packed[1])
+        elif len(self.weights) == 1:
+            y = x @ self.weights[0].t()
+        else:
+            y = torch.cat([x @ weight.t() for weight in self.weights], dim=-1)
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder layer's weights."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LeanDecoder:
+    """A Llama-like decoder over our caches, one sequence at a time."""
+
+    def __init__(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], packed: dict[str, Tensor] | None = None
+    ) -> None:
+        self.config = config
+        self.layers = int(config["num_hidden_layers"])
+        self.heads = int(config["num_attention_heads"])
+        self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
+        self.dim = _head_dim(config)
+        self.vocab_size = int(config["vocab_size"])
+        self.window = int(config.get("max_position_embeddings") or 2048)
+        self.eps = float(config.get("rms_norm_eps", 1e-6))
+        self.rope = rope_of(config)
+        self.embedding = _take(tensors, "model.embed_tokens.weight")
+        self.norm = _take(tensors, "model.norm.weight")
+        self.head = self.embedding if config.get("tie_word_embeddings") else _take(tensors, "lm_head.weight")
+        self.blocks = [_block(tensors, packed or {}, index) for index in range(self.layers)]
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.packed = packed is not None
+
+    @classmethod
+    def from_dir(
+        cls, path: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", packed: bool = True
+    ) -> LeanDecoder:
+        """Memory-map a ready form. Raises BadInput when it lacks weights or the lean forward refuses it."""
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        reason = refuses(config)
+        if reason:
+            raise BadInput(f"{path} is not a model of the lean forward", reason)
+        tensors = {
+            name: tensor.to(device=device, dtype=dtype)
+            for file in sorted(path.glob("model*.safetensors"))
+            for name, tensor in _mapped(file).items()
+        }
+        low_bit = path / f"packed-{torch.backends.cpu.get_cpu_capability()}.safetensors"
+        use = packed and dtype == torch.bfloat16 and device == "cpu" and low_bit.exists()
+        return cls(config, tensors, _mapped(low_bit) if use else None)
+
+    def new_cache(self, method: Method) -> Cache:
+        """An empty state under `method`."""
+        return Cache([method.layer(index, self.layers, self.rope) for index in range(self.layers)])
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor:
+        """Read token ids int64 [rows] after what `cache` holds; float32 logits [min(logits, rows), vocab]."""
+        x = self.read(ids, cache, self.layers)
+        x = F.rms_norm(x[len(x) - min(logits, len(x)) :], (x.shape[-1],), self.norm, self.eps)
+        return (x @ self.head.t()).float()
+
+    @torch.inference_mode()
+    def read(self, ids: Tensor, cache: Cache, depth: int) -> Tensor:
+        """Run the first `depth` layers over ids [rows]; hidden states [rows, width] before the last norm."""
+        x = self.embedding[ids.to(self.device)]
+        rotation = self.rope.rotation(torch.arange(cache.seen, cache.seen + len(ids), device=self.device))
+        for block, layer in zip(self.blocks[:depth], cache.layers, strict=False):
+            assert layer is not None
+            x = x + self._attention(
+                block,
+                layer,
+                F.rms_norm(x, x.shape[-1:], block.attention_norm, self.eps),
+                rotation,
+                cache.decoding,
+            )
+            gate, up = block.gate_up(F.rms_norm(x, x.shape[-1:], block.mlp_norm, self.eps)).chunk(2, dim=-1)
+            x = x + block.down(F.silu(gate) * up)
+        cache.seen += len(ids)
+        return x
+
+    def _attention(self, block: Block, layer: Layer, x: Tensor, rotation: Any, decoding: bool) -> Tensor:
+        rows = x.shape[0]
+        qkv = block.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.dim).transpose(0, 1)
+        qk, v = qkv[: self.heads + self.kv_heads], qkv[self.heads + self.kv_heads :]
+        if block.q_norm is not None and block.k_norm is not None:
+            q, k = qk[: self.heads], qk[self.heads :]
+            q = F.rms_norm(q, (self.dim,), block.q_norm, self.eps)
+            qk = torch.cat([q, F.rms_norm(k, (self.dim,), block.k_norm, self.eps)])
+        qk = rotation.apply(qk)
+        out = layer.attend(qk[: self.heads], qk[self.heads :], v, self.dim**-0.5, decoding)
+        return block.o(out.transpose(0, 1).reshape(rows, -1))
+
+
+def _mapped(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors raises its own error type for damaged files
+        raise BadInput(f"{file} is damaged", str(error), "remove it and pull the model again") from error
+
+
+def _take(tensors: dict[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise BadInput("the model's weights are incomplete", f"no tensor {name}", "pull the model again")
+    return tensors[name]
+
+
+def _block(tensors: dict[str, Tensor], packed: dict[str, Tensor], index: int) -> Block:
+    prefix = f"model.layers.{index}."
+
+    def linear(name: str, *parts: str) -> Linear:
+        weights = tuple(_take(tensors, f"{prefix}{part}.weight") for part in parts)
+        biases = [tensors[f"{prefix}{part}.bias"] for part in parts if f"{prefix}{part}.bias" in tensors]
+        low_bit = f"layers.{index}.{name}"
+        pair = (
+            (packed[f"{low_bit}.weight"], packed[f"{low_bit}.scales"])
+            if f"{low_bit}.weight" in packed
+            else None
+        )
+        return Linear(weights, torch.cat(biases) if biases else None, pair)
+
+    return Block(
+        attention_norm=_take(tensors, prefix + "input_layernorm.weight"),
+        qkv=linear("qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        q_norm=tensors.get(prefix + "self_attn.q_norm.weight"),
+        k_norm=tensors.get(prefix + "self_attn.k_norm.weight"),
+        o=linear("o", "self_attn.o_proj"),
+        mlp_norm=_take(tensors, prefix + "post_attention_layernorm.weight"),
+        gate_up=linear("gate_up", "mlp.gate_proj", "mlp.up_proj"),
+        down=linear("down", "mlp.down_proj"),
+    )
