@@ -8,6 +8,7 @@ a control token, and a prompt is the same ids up to the first character that dif
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
+import jinja2.visitor
 
 from longchat_cli.errors import BadInput
 from longchat_cli.tokens import Tokenizer
@@ -36,6 +38,7 @@ _LIMIT = 1 << 20  # characters a template may write, and loop steps it may take,
 _EDGE = "\u2003"  # a blank no template writes: it is gone after rendering if the template trims
 _SLOT = re.compile(f"({_EDGE}?)\ue000(\\d+)\ue001({_EDGE}?)")
 _THINKING = "</think>"
+_UNUSABLE = "the model's chat template cannot be used"
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. Parts are encoded apart from each other, so a document's ids do not depend on the question."""
+    """One turn. Parts are encoded apart, so that a document's ids do not depend on the question after it."""
 
     role: Role
     parts: tuple[Text, ...]
@@ -118,7 +121,7 @@ class Assembler:
     """The template cuts `<think>...</think>` from answers before the last question."""
     append_only: bool
     """`render(history)` equals `render(first) + answer ids + turn(next)`. False where the template rewrites
-    earlier turns (thinking cut, the system text moved to the last turn); `turn` then keeps them as they are."""
+    earlier turns (thinking cut, the system text moved to the last turn); `turn` keeps them as they are."""
     stops: tuple[str, ...]
     """Strings at which an answer ends although no end token comes: base models without a template."""
 
@@ -126,7 +129,6 @@ class Assembler:
         self.tokenizer = tokenizer
         self.stops = () if tokenizer.chat_template else ("\nUser:",)
         self._template = _compile(tokenizer.chat_template or BASE_TEMPLATE)
-        first = self._pieces(["user"], answer=True)
         self.folds_system = self._lacks_system()
         plain = self._next_turn(["user"])
         self._answer_lead, self._turn = plain.lead, plain.pieces
@@ -134,7 +136,7 @@ class Assembler:
         systems = [] if self.folds_system else [self._next_turn(["system", "user"])]
         longer = self._next_turn(["user", "assistant", "user"])
         same = all(t.appended and t.pieces == self._turn for t in (plain, longer, *systems))
-        self.append_only = bool(first) and same and not self.strips_thinking
+        self.append_only = same and not self.strips_thinking
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> Prompt:
         """The conversation from its beginning; `answer` opens the assistant's turn. Raises BadInput."""
@@ -149,12 +151,12 @@ class Assembler:
         pieces = self._pieces([m.role for m in messages], answer=False)
         last = len(messages) - 1
         cut = next(i for i, p in enumerate(pieces) if isinstance(p, _Slot) and p.index == last)
-        head = list(pieces[:cut])
-        if head and isinstance(head[-1], str):
-            head[-1] = head[-1].rstrip()  # blanks before a text are encoded with it
-        if self.folds_system and system:
-            head.append(pieces[cut])
+        head, slot = list(pieces[:cut]), pieces[cut]
+        if self.folds_system and system and isinstance(slot, _Slot):
+            head.append(replace(slot, right=False))
             messages[last] = replace(messages[last], parts=messages[last].parts[:-1])
+        elif head and isinstance(head[-1], str):
+            head[-1] = head[-1].rstrip()  # blanks before a text are encoded with it
         return self._start(self._splice(head, messages, opened=False))
 
     def turn(self, message: Message) -> Prompt:
@@ -179,15 +181,13 @@ class Assembler:
         if self.folds_system and out and out[0].role == "system":
             system = out.pop(0)
             if not out or out[0].role != "user":
-                raise BadInput(
-                    "a system message needs a question", "this model's template has no system role"
-                )
+                why = "this model's template has no system role"
+                raise BadInput("a system message needs a user's message after it", why)
             out[0] = Message("user", (*system.parts, Text("\n\n"), *out[0].parts))
         if self.strips_thinking:
             last = max((i for i, m in enumerate(out) if m.role == "user"), default=0)
-            out = [
-                _without_thinking(m) if i < last and m.role == "assistant" else m for i, m in enumerate(out)
-            ]
+            for i, m in enumerate(out[:last]):
+                out[i] = _without_thinking(m) if m.role == "assistant" else m
         return out
 
     def _pieces(self, roles: Sequence[str], *, answer: bool) -> list[str | _Slot]:
@@ -196,9 +196,7 @@ class Assembler:
         pieces = _split(self._write(list(zip(roles, contents, strict=True)), answer))
         for index, role in enumerate(roles):
             if not any(isinstance(p, _Slot) and p.index == index for p in pieces):
-                raise BadInput(
-                    "the model's chat template cannot be used", f"it drops a message of the {role}"
-                )
+                raise BadInput(_UNUSABLE, f"it drops a message of the {role}")
         return pieces
 
     def _write(self, messages: list[tuple[str, str]], answer: bool) -> str:
@@ -225,22 +223,17 @@ class Assembler:
         return "\ue000\ue001" not in text
 
     def _next_turn(self, roles: list[str]) -> _Turn:
-        """How the conversation `roles` goes on, from its last answer to the next one.
-
-        A template that cannot render a second turn has single turns only: `turn` then opens a new one.
-        """
+        """How the conversation `roles` goes on, from its next answer to the one after. Raises BadInput."""
         before = self._pieces(roles, answer=True)
         answered, asked = len(roles), len(roles) + 1
         try:
             pieces = self._pieces([*roles, "assistant", "user"], answer=True)
         except BadInput as error:
-            raise BadInput(
-                "the model's chat template cannot be used", f"no second turn: {error.why}"
-            ) from error
+            raise BadInput(_UNUSABLE, f"it has no second turn: {error.why}") from error
         at = next(i for i, p in enumerate(pieces) if isinstance(p, _Slot) and p.index == answered)
         opened, written = before[-1], pieces[at - 1]
         if not isinstance(opened, str) or not isinstance(written, str):
-            raise BadInput("the model's chat template cannot be used", "it does not mark the answer")
+            raise BadInput(_UNUSABLE, "it does not mark the answer")
         lead = written.removeprefix(opened)
         appended = pieces[: at - 1] == before[:-1] and written.startswith(opened) and not lead.strip()
         rest = [replace(p, index=p.index - asked) if isinstance(p, _Slot) else p for p in pieces[at + 1 :]]
@@ -400,10 +393,13 @@ def _without_thinking(message: Message) -> Message:
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """A sandbox for templates of unknown origin: loops, output and repetition are bounded."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator != "%" and not (isinstance(left, int | float) and isinstance(right, int | float)):
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        if operator == "+" and not numbers and len(left) + len(right) > _LIMIT:
+            raise jinja2.TemplateError("it writes without end")
+        if operator in ("*", "**") and not numbers:
             raise jinja2.TemplateError(f"'{operator}' of text is not allowed")
         if operator == "**" and max(abs(left), abs(right)) > 64:
             raise jinja2.TemplateError("the power is too large")
@@ -413,11 +409,19 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         """Every loop body and macro starts with a step of the budget, so that no template runs for ever."""
-        tree = super()._parse(source, name, filename)
+        tree: jinja2.nodes.Template = _Sums().visit(super()._parse(source, name, filename))
         for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro)):
             step = jinja2.nodes.Call(jinja2.nodes.Name("_step", "load"), [], [], None, None)
             node.body.insert(0, jinja2.nodes.ExprStmt(step))  # type: ignore[attr-defined]
         return tree
+
+
+class _Sums(jinja2.visitor.NodeTransformer):
+    """`a ~ b` becomes the sum of strings, whose length the environment bounds."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Expr:  # noqa: N802
+        strings = [jinja2.nodes.Filter(self.visit(n), "string", [], [], None, None) for n in node.nodes]
+        return functools.reduce(jinja2.nodes.Add, strings)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -440,7 +444,7 @@ def _compile(source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except (jinja2.TemplateError, RecursionError, ValueError) as error:
-        raise BadInput("the model's chat template cannot be used", f"it is not valid: {error}") from error
+        raise BadInput(_UNUSABLE, f"it is not valid: {error}") from error
 
 
 def _render(template: jinja2.Template, values: dict[str, Any]) -> str:
@@ -455,7 +459,7 @@ def _render(template: jinja2.Template, values: dict[str, Any]) -> str:
         return "".join(_bounded(template.generate(values | {"_step": step})))
     except Exception as error:  # a template can raise anything that Python can
         why = str(error) or type(error).__name__
-        raise BadInput("the model's chat template cannot be used", why) from error
+        raise BadInput(_UNUSABLE, why) from error
 
 
 def _bounded(pieces: Iterator[str]) -> Iterator[str]:
