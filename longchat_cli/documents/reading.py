@@ -1,0 +1,130 @@
+"""`read`: the documents named on a command line."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import select
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from longchat_cli.documents import formats
+from longchat_cli.documents.document import Collection
+from longchat_cli.documents.folder import read_folder
+from longchat_cli.documents.names import printable
+from longchat_cli.errors import BadInput, MissingInput, StorageError, UsageError
+
+_PIPE_PATIENCE = 5.0
+"""Seconds to wait for somebody to open the other end of a named pipe."""
+
+
+def read(names: Sequence[str], *, stdin: BinaryIO | None = None) -> Collection:
+    """Read files, folders and, for the name `-`, standard input, in the order given.
+
+    Raises MissingInput (not there, not permitted), BadInput (empty, binary, an unsupported format, a
+    device, a folder without text), StorageError (reading failed half way) and UsageError (`-` without
+    a stdin, or twice).
+    """
+    if list(names).count("-") > 1:
+        raise UsageError("'-' is named twice", "standard input can be read once")
+    parts = [_read_one(name, stdin) for name in names]
+    return Collection(
+        [document for part in parts for document in part.documents],
+        [skip for part in parts for skip in part.skips],
+        sum(part.ignored for part in parts),
+    )
+
+
+def _read_one(name: str, stdin: BinaryIO | None) -> Collection:
+    if name == "-":
+        if stdin is None:
+            raise UsageError("there is no standard input to read")
+        return Collection([formats.parse("stdin", _read_stream(stdin))], [])
+    if not name:
+        raise MissingInput("a document's name is empty", "", "name a file, a folder or -")
+    shown = printable(name)
+    if "\0" in name:
+        raise MissingInput(f"{shown} does not exist")
+    try:
+        mode = Path(name).stat().st_mode
+        if stat.S_ISDIR(mode):
+            return _read_named_folder(name)
+        if stat.S_ISREG(mode):
+            data = Path(name).read_bytes()
+        elif stat.S_ISFIFO(mode):
+            data = _read_pipe(name)
+        else:
+            raise BadInput(f"{shown} cannot be read", "it is a device or a socket, not a document")
+    except OSError as error:
+        raise _as_longchat_error(name, error) from error
+    return Collection([formats.parse(shown, data)], [])
+
+
+def _read_stream(stdin: BinaryIO) -> bytes:
+    try:
+        return stdin.read()
+    except (OSError, ValueError) as error:
+        raise StorageError("reading standard input failed", str(error)) from error
+
+
+def _read_named_folder(name: str) -> Collection:
+    shown = printable(name)
+    if not os.access(name, os.R_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    found = read_folder(Path(name))
+    if not found.documents:
+        raise BadInput(f"{shown} holds no text file", _census(found))
+    return found
+
+
+def _census(found: Collection) -> str:
+    reasons = [skip.reason for skip in found.skips] + ["ignored by .gitignore"] * found.ignored
+    counts = (f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
+    return ", ".join(counts) or "it is empty"
+
+
+def _read_pipe(name: str) -> bytes:
+    """A pipe to its end; a named one that nobody opens for writing is given up instead of waited for."""
+    pipe = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        chunks: list[bytes] = []
+        opened = False
+        while True:
+            try:
+                chunk = os.read(pipe, 1 << 20)
+            except BlockingIOError:  # a writer is there and has nothing yet
+                opened = True
+                poll.poll()
+                continue
+            if chunk:
+                chunks.append(chunk)
+            elif chunks or opened or not poll.poll(_PIPE_PATIENCE * 1000):
+                return b"".join(chunks)
+            else:
+                opened = True
+    finally:
+        os.close(pipe)
+
+
+def _as_longchat_error(name: str, error: OSError) -> MissingInput | StorageError:
+    shown = printable(name)
+    if isinstance(error, PermissionError):
+        return MissingInput(f"cannot read {shown}", "permission denied")
+    absent = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+    if error.errno in absent:
+        near = difflib.get_close_matches(Path(name).name, _siblings(name), n=1)
+        hint = f"did you mean {printable(near[0])}?" if near else ""
+        return MissingInput(f"{shown} does not exist", "", hint)
+    return StorageError(f"reading {shown} failed", error.strerror or str(error))
+
+
+def _siblings(name: str) -> list[str]:
+    try:
+        return [path.name for path in Path(name).parent.iterdir()]
+    except OSError:
+        return []
