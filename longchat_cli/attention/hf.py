@@ -183,6 +183,10 @@ class HFDecoder:
         cache.seen += len(ids)
         return out.logits[0, -logits:].float() if logits else out.logits[0, :0].float()
 
+    def read(self, ids: Tensor, cache: Cache, depth: int) -> None:
+        """Read ids for their keys alone; every layer runs, whatever `depth` asks."""
+        self.forward(ids, cache)
+
     @functools.cached_property
     def ropes(self) -> list[Rope | None | str]:
         """Each layer's rotation, found by probing the model; a string says why none fits."""

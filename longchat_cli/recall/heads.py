@@ -1,4 +1,4 @@
-"""Finding by the model's own attention: keys of retrieval heads as an index, a question's queries as the search.
+"""Finding by the model's own attention: keys of retrieval heads are the index, a question's queries search it.
 
 A document is read in independent windows; the keys of the chosen heads are kept unrotated in int8, no values.
 A question's queries meet every key at one fixed distance; each question token and head takes a softmax over
@@ -23,7 +23,7 @@ from longchat_cli.kernels import Span
 WINDOW = 1024
 """Tokens of one reading window."""
 LEAD = 64
-"""Tokens before a window that are read again as its lead-in: they take the attention sink and give context."""
+"""Tokens read again ahead of each window: they take the attention sink and give context."""
 DISTANCE = 64
 """Positions between a question's queries and every key."""
 
@@ -101,9 +101,13 @@ class KeyIndex:
         """queries [heads, rows, dim], scaled -> scores float32 [tokens], at most one per KV head."""
         per_key = torch.zeros(len(self.keys), self.keys.shape[1])
         for query, row in zip(queries, self.rows, strict=True):
-            logits = (query @ self.keys[row].to(query.dtype).t()).float() * self.scales[row]
-            per_key[row] = torch.maximum(per_key[row], logits.softmax(dim=-1).amax(dim=0))
+            per_key[row] = torch.maximum(per_key[row], self.attention(query, row))
         return per_key.sum(dim=0)
+
+    def attention(self, query: Tensor, row: int) -> Tensor:
+        """One head's softmax over the document, the maximum over query rows [rows, dim]: float32 [tokens]."""
+        logits = (query @ self.keys[row].float().t()) * self.scales[row]
+        return logits.softmax(dim=-1).amax(dim=0)
 
 
 def read_keys(
@@ -146,12 +150,78 @@ def _tap(cache: Cache, layer: int) -> TapLayer:
     return tap
 
 
-def all_heads(layers: int, heads: int, first_layer: int = 0) -> list[Head]:
-    """Every query head from `first_layer` on."""
-    return [Head(layer, head) for layer in range(first_layer, layers) for head in range(heads)]
+def all_heads(decoder: Reader) -> list[Head]:
+    """Every query head of every layer with full attention, found by running one token."""
+    cache = decoder.new_cache(Tap())
+    decoder.read(torch.tensor([0]), cache, decoder.layers)
+    taps = [(index, tap) for index, tap in enumerate(cache.layers) if isinstance(tap, TapLayer)]
+    return [
+        Head(index, head)
+        for index, tap in taps
+        if tap.queries is not None
+        for head in range(tap.queries.shape[0])
+    ]
 
 
-def block_scores(tokens: Tensor, firsts: np.ndarray) -> np.ndarray:
-    """Sum token scores over blocks that begin at token `firsts`: float32 [blocks]."""
-    sums = np.add.reduceat(tokens.numpy(), firsts) if len(firsts) else np.zeros(0)
-    return sums.astype(np.float32)
+def group_size(decoder: Reader) -> int:
+    """Query heads per KV head."""
+    cache = decoder.new_cache(Tap())
+    decoder.read(torch.tensor([0]), cache, 1)
+    tap = next(layer for layer in cache.layers if isinstance(layer, TapLayer))
+    assert tap.queries is not None
+    return tap.queries.shape[0] // tap.kv.k.shape[0]
+
+
+class AttentionIndex:
+    """A document's key index with the decoder that searches it: `scores` is what the finder asks for."""
+
+    def __init__(self, decoder: Reader, keys: KeyIndex) -> None:
+        self.decoder, self.keys = decoder, keys
+
+    @classmethod
+    def read(
+        cls, decoder: Reader, ids: Sequence[int], heads: Sequence[Head], progress: Progress | None = None
+    ) -> AttentionIndex:
+        """Read a document's token `ids` once."""
+        return cls(decoder, read_keys(decoder, ids, heads, group_size(decoder), progress))
+
+    def scores(self, question_ids: Sequence[int]) -> np.ndarray:
+        """How much the question looks at each token, 0 to 1: the mean over KV heads, float32 [tokens]."""
+        queries = search_queries(self.decoder, question_ids, self.keys.heads)
+        return (self.keys.score_tokens(queries) / len(self.keys.keys)).numpy()
+
+
+Encode = Callable[[str], Sequence[int]]
+
+
+def calibrate(decoder: Reader, encode: Encode, prose: Sequence[str], count: int = 16) -> list[Head]:
+    """The `count` query heads that find planted facts best: a self-test on generated needles.
+
+    `prose` are sentences to hide them in, about 2,000 tokens. A head's mark is the mean over needles of
+    1 / (1 + tokens it prefers to the needle's).
+    """
+    needles = [
+        f"One of the special magic numbers for {key} is: {number}." for key, number in SELF_TEST.items()
+    ]
+    every = max(len(prose) // (len(needles) + 1), 1)
+    ids: list[int] = []
+    ranges: list[tuple[int, int]] = []
+    for index, sentence in enumerate(prose):
+        ids += encode(sentence + " ")
+        if index % every == every - 1 and len(ranges) < len(needles):
+            begin = len(ids)
+            ids += encode(needles[len(ranges)] + " ")
+            ranges.append((begin, len(ids)))
+    heads = all_heads(decoder)
+    index = read_keys(decoder, ids, heads, group_size(decoder))
+    marks = np.zeros(len(heads))
+    for key, (begin, end) in zip(SELF_TEST, ranges, strict=False):
+        queries = search_queries(decoder, encode(f"What is the special magic number for {key}?"), heads)
+        for number, (query, row) in enumerate(zip(queries, index.rows, strict=True)):
+            scores = index.attention(query, row)
+            marks[number] += 1 / (1 + int((scores > scores[begin:end].max()).sum()))
+    best = np.argsort(-marks, kind="stable")[:count]
+    return sorted(heads[i] for i in best)
+
+
+SELF_TEST = {"harbour": 7301246, "violin": 2958104, "pepper": 8140957, "glacier": 4672093, "lantern": 9035718}
