@@ -1,0 +1,1 @@
+"""Generated tasks with known answers, their scorers, and perplexity by position. No torch at module level."""

@@ -1,0 +1,127 @@
+"""Planted facts: one in a text, look-alikes, differently worded ones, and facts asked in other words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from longchat_cli.evaluation.cases import Case, Query, Setting
+from longchat_cli.evaluation.haystack import plant, words
+from longchat_cli.evaluation.reworded import REWORDED
+
+_KEYS = words(
+    """
+    anchor apron badge balcony barrel basket beacon blanket bottle bracelet bridge broom bucket butter
+    button cabin candle canvas carpet castle cellar chimney circus cottage cradle cushion desert dragon
+    drawer eagle engine falcon feather fiddle forest fountain garden glacier goblet hammer harbour helmet
+    hollow island ivory jacket jungle kettle kitten ladder lantern lemon lizard locket magnet marble meadow
+    mirror monkey mountain needle oyster paddle palace parcel pebble pepper pillow pirate planet pocket
+    pumpkin puppet quarry rabbit ribbon river rocket saddle sandal shadow shovel silver spider spring statue
+    summit sunset tablet temple thimble thunder ticket timber tobacco trumpet tunnel turtle valley vessel
+    violet walnut whistle window winter
+    """
+)
+_NAMES = words(
+    """
+    Alder Bramwell Corbett Dunmore Ellery Farrow Gilroy Hathaway Ingram Jessop Kendrick Lorimer Marlowe
+    Norbury Oakley Penrose Quimby Radcliffe Selwyn Thackeray Upton Vickers Wetherby Yardley
+    """
+)
+
+# (fact, question); {k} is a key word or a name of its own, {v} a number of four to six digits.
+VARIED = [
+    ("The {k} hotel has room {v} reserved for the inspector.", "Which room does the {k} hotel reserve?"),
+    ("To open the {k} safe, one has to dial {v}.", "What must be dialled to open the {k} safe?"),
+    ("Flight {v} to {k} was cancelled because of snow.", "Which flight to {k} was cancelled?"),
+    ("Professor {k} measured a depth of {v} metres.", "How many metres of depth did Professor {k} measure?"),
+    ("The ship {k} carried {v} sacks of rice.", "How many sacks of rice did the ship {k} carry?"),
+    ("Captain {k} was paid {v} crowns for the voyage.", "How many crowns was Captain {k} paid?"),
+    ("The telephone number of the {k} bakery is {v}.", "What is the telephone number of the {k} bakery?"),
+    ("Exactly {v} people live in the town of {k}.", "How many people live in the town of {k}?"),
+    ("The {k} library owns {v} books in all.", "How many books does the {k} library own?"),
+    ("Lady {k} planted {v} roses in her park.", "How many roses did Lady {k} plant?"),
+    ("The password of the {k} laboratory is {v}.", "What is the password of the {k} laboratory?"),
+    ("Mount {k} is {v} feet high.", "How many feet high is Mount {k}?"),
+    ("The {k} factory made {v} clocks last year.", "How many clocks did the {k} factory make?"),
+    ("Doctor {k} wrote {v} letters during the war.", "How many letters did Doctor {k} write during the war?"),
+    ("The {k} painting was sold for {v} dollars.", "For how many dollars was the {k} painting sold?"),
+    ("The locker of the {k} club bears the number {v}.", "What number does the locker of the {k} club bear?"),
+    ("There are {v} steps up to the {k} tower.", "How many steps lead up to the {k} tower?"),
+    ("The {k} mine lies under file {v} in the archive.", "Under which file is the {k} mine in the archive?"),
+    ("Old {k} bequeathed {v} silver coins to the church.", "How many silver coins did old {k} bequeath?"),
+    ("The serial number of the {k} engine is {v}.", "What is the serial number of the {k} engine?"),
+    ("The {k} orchard gave {v} pears this summer.", "How many pears did the {k} orchard give?"),
+    ("The comet {k} comes back every {v} days.", "After how many days does the comet {k} come back?"),
+]
+
+
+def single(setting: Setting) -> Iterator[Case]:
+    """One magic number in each text."""
+    for size in setting.groups(1):
+        yield _case(setting, _magic(size, setting.rng))
+
+
+def lookalike(setting: Setting) -> Iterator[Case]:
+    """Ten magic numbers of different keys in one text, each asked."""
+    for size in setting.groups(10):
+        asked = _magic(max(size, setting.per_text or 10), setting.rng)
+        yield _case(setting, asked, asking=size)
+
+
+def varied(setting: Setting) -> Iterator[Case]:
+    """Twenty facts in one text, each in words of its own."""
+    rng = setting.rng
+    for size in setting.groups(20):
+        templates = [VARIED[i % len(VARIED)] for i in rng.sample(range(max(size, len(VARIED))), size)]
+        keys = _keys(_NAMES, size, rng)
+        values = rng.sample(range(1000, 1_000_000), size)
+        yield _case(
+            setting,
+            [
+                (fact.format(k=k, v=v), question.format(k=k), str(v))
+                for (fact, question), k, v in zip(templates, keys, values, strict=True)
+            ],
+        )
+
+
+def reworded(setting: Setting) -> Iterator[Case]:
+    """Ten facts in one text; the questions share no content word with them."""
+    pool: list = []
+    for size in setting.groups(10):
+        if len(pool) < size:
+            pool = setting.rng.sample(REWORDED, len(REWORDED))
+        yield _case(setting, pool[:size])
+        pool = pool[size:]
+
+
+def _magic(size: int, rng: random.Random) -> list[tuple[str, str, str]]:
+    keys = _keys(_KEYS, size, rng)
+    values = rng.sample(range(1_000_000, 10_000_000), size)
+    return [
+        (
+            f"One of the special magic numbers for {key} is: {value}.",
+            f"What is the special magic number for {key} mentioned in the provided text?",
+            str(value),
+        )
+        for key, value in zip(keys, values, strict=True)
+    ]
+
+
+def _keys(words: list[str], size: int, rng: random.Random) -> list[str]:
+    """Different keys: single words, and pairs of them when more are needed."""
+    if size <= len(words):
+        return rng.sample(words, size)
+    pairs = rng.sample(range(len(words) ** 2), size)
+    return [f"{words[pair // len(words)]}-{words[pair % len(words)]}" for pair in pairs]
+
+
+def _case(setting: Setting, facts: Sequence[tuple[str, str, str]], asking: int | None = None) -> Case:
+    """A text of the setting's length holding all `facts`, with questions on the first `asking` of them."""
+    sentences = [fact for fact, _, _ in facts]
+    room = setting.length - setting.count(" ".join(sentences))
+    text, depths = plant(setting.haystack(room), sentences, setting.rng)
+    queries = [
+        Query(question, (answer,), fact, depth)
+        for (fact, question, answer), depth in zip(facts, depths, strict=True)
+    ]
+    return Case(text, tuple(queries[:asking]), setting.length)

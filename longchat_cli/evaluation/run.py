@@ -1,0 +1,193 @@
+"""Run a task at several lengths: per-sample results and totals, as plain data for JSON."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longchat_cli.errors import BadInput, LongchatError, UsageError
+from longchat_cli.evaluation import facts, lines, naturalqa
+from longchat_cli.evaluation.cases import Case, Generator, Query, Setting
+from longchat_cli.evaluation.haystack import Count, load_text
+from longchat_cli.evaluation.perplexity import Forward, by_position, losses
+from longchat_cli.evaluation.score import contains, interval, normalise
+
+Progress = Callable[[int, int], None]
+"""Called with (questions or tokens done, in all)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a question: the text, the passages read (best first), what was visible."""
+
+    text: str
+    passages: tuple[str, ...] = ()
+    coverage: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated. Question tasks need `answer(document, questions)`, one reading and an answer each;
+    `perplexity` needs `encode` and `forward`, which gives a decoder with an empty state."""
+
+    count: Count
+    answer: Callable[[str, Sequence[str]], Sequence[Answer]] | None = None
+    encode: Callable[[str], Sequence[int]] | None = None
+    forward: Callable[[], Forward] | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much of a task: `n` questions at each of `lengths` (tokens), `per_text` of them over one text (the
+    task's own number by default), texts and records from `data`."""
+
+    lengths: tuple[int, ...] = (2000,)
+    n: int = 20
+    seed: int = 0
+    data: tuple[Path, ...] = ()
+    per_text: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """`run(subject, options, progress)` gives {"samples": [...], "totals": [...]}."""
+
+    help: str
+    run: Callable[[Subject, Options, Progress], dict[str, Any]] = field(repr=False)
+
+
+def run(
+    name: str, subject: Subject, options: Options = Options(), progress: Progress = lambda done, total: None
+) -> dict[str, Any]:
+    """Run the task `name` of TASKS. The same options and subject give the same result, times apart.
+
+    Raises UsageError for an unknown task, impossible options or a text that is too short.
+    """
+    if name not in TASKS:
+        raise UsageError(f"there is no task '{name}'", "", f"choose from {', '.join(TASKS)}")
+    if options.n < 1 or min(options.lengths, default=0) < 1 or (options.per_text or 1) < 1:
+        raise UsageError("lengths, n and questions per text must be at least 1")
+    about = {"task": name, "seed": options.seed, "n": options.n, "lengths": list(options.lengths)}
+    return {**about, **TASKS[name].run(subject, options, progress)}
+
+
+def _questions(generate: Generator) -> Callable[[Subject, Options, Progress], dict[str, Any]]:
+    def work(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+        samples: list[dict[str, Any]] = []
+        expected = options.n * len(options.lengths)
+        for case in _cases(generate, subject, options):
+            samples += _ask(case, subject)
+            progress(len(samples), max(expected, len(samples)))
+        if all(sample["error"] for sample in samples):
+            raise BadInput("no question could be asked", samples[0]["error"] if samples else "")
+        return {"samples": samples, "totals": _totals(samples)}
+
+    return work
+
+
+def _cases(generate: Generator, subject: Subject, options: Options) -> Iterator[Case]:
+    for length in options.lengths:
+        # A seed of its own for each length: adding a length leaves the other texts as they were.
+        rng = random.Random(f"{options.seed}/{length}")
+        yield from generate(Setting(length, options.n, subject.count, rng, options.data, options.per_text))
+
+
+def _ask(case: Case, subject: Subject) -> list[dict[str, Any]]:
+    assert subject.answer is not None, "this task needs a subject that answers"
+    begun = time.perf_counter()
+    error = ""
+    try:
+        answers = subject.answer(case.document, [query.question for query in case.queries])
+    except LongchatError as failure:  # of one text, e.g. longer than the window; a long run goes on
+        error = str(failure)
+        answers = [Answer("")] * len(case.queries)
+    shared = {
+        "length": case.length,
+        "tokens": subject.count(case.document),
+        "seconds": round((time.perf_counter() - begun) / len(case.queries), 3),
+        "error": error,
+    }
+    return [{**shared, **_judge(query, answer)} for query, answer in zip(case.queries, answers, strict=True)]
+
+
+def _judge(query: Query, answer: Answer) -> dict[str, Any]:
+    return {
+        **asdict(query),
+        "references": list(query.references),
+        "answer": answer.text,
+        "correct": contains(answer.text, query.references),
+        "rank": _rank(query, answer.passages),
+        "passages": len(answer.passages),
+        "coverage": answer.coverage,
+    }
+
+
+def _rank(query: Query, passages: Sequence[str]) -> int | None:
+    """The place (1 is the best) of the first passage that holds an answer within the planted text."""
+    evidence = normalise(query.evidence)
+    for place, passage in enumerate(passages, 1):
+        if contains(passage, query.references) and _overlap(evidence, normalise(passage)):
+            return place
+    return None
+
+
+def _overlap(evidence: str, passage: str) -> bool:
+    """Six successive words of the evidence (all of a shorter one) stand in the passage."""
+    words = evidence.split()
+    size = min(len(words), 6)
+    return any(" ".join(words[i : i + size]) in passage for i in range(len(words) - size + 1))
+
+
+def _totals(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        _total(length, [sample for sample in samples if sample["length"] == length])
+        for length in dict.fromkeys(sample["length"] for sample in samples)
+    ]
+
+
+def _total(length: int, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    n, correct = len(samples), sum(sample["correct"] for sample in samples)
+    low, high = interval(correct, n)
+    total = {"length": length, "n": n, "correct": correct, "accuracy": correct / n, "low": low, "high": high}
+    total["errors"] = sum(bool(sample["error"]) for sample in samples)
+    if any(sample["passages"] for sample in samples):
+        ranks = [sample["rank"] for sample in samples if sample["rank"]]
+        total |= {"found_first": ranks.count(1), "found": len(ranks)}
+    return total
+
+
+def _perplexity(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+    assert subject.encode is not None and subject.forward is not None, "this task needs a decoder"
+    text = load_text(options.data)
+    if text is None:
+        raise UsageError("perplexity needs a text", "", "name a book with --data")
+    samples, totals = [], []
+    for length in options.lengths:
+        ids = subject.encode(text[: length * 12])[:length]
+        if len(ids) < max(length, 2):
+            raise UsageError(f"the text has {len(ids):,} tokens, {length:,} are wanted")
+        values: list[float] = []
+        for part in losses(subject.forward(), ids):
+            values += part
+            progress(len(values), length - 1)
+        samples.append({"length": length, "losses": [round(value, 4) for value in values]})
+        whole, parts = by_position(values, length)[0], by_position(values, max(length // 8, 256))
+        totals.append({"length": length, "perplexity": whole["perplexity"], "positions": parts})
+    return {"samples": samples, "totals": totals}
+
+
+TASKS: dict[str, Task] = {
+    "needle": Task("one magic number in each text", _questions(facts.single)),
+    "lookalike": Task("ten magic numbers of different keys in one text", _questions(facts.lookalike)),
+    "varied": Task("twenty differently worded facts in one text", _questions(facts.varied)),
+    "reworded": Task("ten facts in one text, asked in other words", _questions(facts.reworded)),
+    "lines": Task("the value of one line among many (LongEval)", _questions(lines.lines)),
+    "naturalqa": Task(
+        "natural questions, passages planted in a book (--data)", _questions(naturalqa.naturalqa)
+    ),
+    "perplexity": Task("perplexity by position of a book (--data)", _perplexity),
+}

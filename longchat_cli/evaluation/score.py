@@ -1,0 +1,32 @@
+"""Scoring: is the reference contained in the answer, and how sure is a share of n."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+
+
+def normalise(text: str) -> str:
+    """Lower case words without accents, articles and punctuation; digits grouped by commas are joined."""
+    text = unicodedata.normalize("NFKD", re.sub(r"(?<=\d),(?=\d{3})", "", text.casefold()))
+    text = "".join(c for c in text if not unicodedata.combining(c))
+    words = re.sub(r"[^\w\s]|_", " ", re.sub(r"['’]", "", text)).split()
+    return " ".join(word for word in words if word not in {"a", "an", "the"})
+
+
+def contains(answer: str, references: Sequence[str]) -> bool:
+    """One of the references occurs in the answer as whole words, after `normalise`."""
+    padded = f" {normalise(answer)} "
+    return any(f" {normalise(reference)} " in padded for reference in references)
+
+
+def interval(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share `correct / n` (95 % by default); (0, 1) for n = 0."""
+    if n == 0:
+        return 0.0, 1.0
+    share, scale = correct / n, 1 + z * z / n
+    middle = (share + z * z / (2 * n)) / scale
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / scale
+    return max(middle - half, 0.0), min(middle + half, 1.0)
