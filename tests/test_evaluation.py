@@ -133,7 +133,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path):
 def test_a_length_without_room_is_refused():
     for generate in (facts.single, facts.lookalike, facts.varied):
         with pytest.raises(UsageError):
-            next(generate(setting(15)))
+            next(generate(setting(8)))
 
 
 def test_cut_keeps_to_the_length_anywhere():
