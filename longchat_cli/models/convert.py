@@ -421,7 +421,7 @@ def _convert_with_transformers(gguf: Gguf, target: Path) -> None:
     model: Any
     report: Any
     try:
-        with _quiet():
+        with quiet(), _own_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 gguf.path.parent, gguf_file=gguf.path.name, dtype=torch.bfloat16, output_loading_info=True
             )
@@ -445,15 +445,23 @@ def _convert_with_transformers(gguf: Gguf, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No advice of transformers while it converts; its progress bar only on a terminal."""
+def quiet() -> Iterator[None]:
+    """No advice of transformers; its progress bars only on a terminal."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()
+    shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.ERROR)
-    bar = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     try:
-        with bar:
-            yield
+        yield
     finally:
         transformers_logging.set_verbosity(level)
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _own_bar() -> contextlib.AbstractContextManager[Any]:
+    """The GGUF loader's bar ignores transformers' switch: without a terminal, drop what it writes."""
+    return contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())

@@ -206,21 +206,18 @@ def _load_transformers(ready: ReadyModel, device: str, dtype: torch.dtype, quant
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from longchat_cli.attention.hf import HFDecoder
+    from longchat_cli.models.convert import quiet
 
     kind = ready.config["model_type"]
-    options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
+    options: dict[str, Any] = {"use_safetensors": True, "dtype": dtype, "device_map": {"": device}}
     if quantize:
         options["quantization_config"] = _bitsandbytes(quantize, dtype)
     try:
         config = AutoConfig.from_pretrained(ready.path, local_files_only=True)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            ready.path,
-            config=config,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                ready.path, config=config, local_files_only=True, output_loading_info=True, **options
+            )
         model, report = loaded
     except (MemoryError, torch.OutOfMemoryError):
         raise

@@ -1,0 +1,135 @@
+"""Fixtures for every test: own directories, the default model (pulled once per user), tiny models."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import pytest
+
+TEXT = (
+    "The river ran past the old mill, and the miller counted 42 sacks of grain before the rain came down. "
+    "She said: it is what it is! Then they walked along the river to the town, where nobody knew them.\n"
+)
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+VOCABULARY = 400
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_HYBRID = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": _HYBRID,
+    "gemma3_text": _HYBRID,
+    "phi3": {},
+    "smollm3": {},
+    "cohere2": _HYBRID,
+    "olmo2": {},
+    "granite": {},
+    "glm4": {},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": None},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """longchat's directories for the session; pulled models alone outlive it, in a per-user cache.
+
+    LONGCHAT_TEST_CACHE names another place for that cache. Returns the data directory.
+    """
+    default = platformdirs.user_cache_path("longchat-tests")
+    kept = Path(os.environ.get("LONGCHAT_TEST_CACHE") or default) / "models"
+    kept.mkdir(parents=True, exist_ok=True)
+    home = tmp_path_factory.mktemp("longchat")
+    (home / "data").mkdir()
+    (home / "data" / "models").symlink_to(kept, target_is_directory=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("data", "cache", "state"):
+            patch.setenv(f"LONGCHAT_{name.upper()}_DIR", str(home / name))
+        yield home / "data"
+
+
+@pytest.fixture(scope="session")
+def default_model_dir(models_home: Path) -> Path:
+    """The ready form of the real default model, pulled with longchat's own code on the first run."""
+    from longchat_cli.models import load
+
+    return load.find("smollm2").path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_model(arch, **config)`: the directory of a random float32 model of 3 layers, width 64."""
+    made: dict[str, Path] = {}
+
+    def make(arch: str = "llama", **options: Any) -> Path:
+        key = json.dumps([arch, options], sort_keys=True)
+        if key not in made:
+            made[key] = write_tiny_model(tmp_path_factory.mktemp(f"tiny-{arch}"), arch, **options)
+        return made[key]
+
+    return make
+
+
+def write_tiny_model(directory: Path, arch: str, **options: Any) -> Path:
+    """Write config.json, model.safetensors and a tokenizer with a chat template into `directory`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(arch, **_SIZES | ARCHITECTURES.get(arch, {}) | options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(directory)
+    write_tiny_tokenizer(directory)
+    return directory
+
+
+def write_tiny_tokenizer(directory: Path) -> None:
+    """A byte-level BPE tokenizer with ChatML, trained on a few lines; ids stay below VOCABULARY."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "add_bos_token": False,
+        "chat_template": CHATML,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
