@@ -23,6 +23,7 @@ from longchat_cli.errors import BadInput
 
 ARCHITECTURES = {"llama", "mistral", "qwen2", "qwen3"}
 PACKED_GROUP = 32
+CANDIDATES = 256
 PACKED_ROWS = 4
 """Up to this many rows the packed low-bit products are faster than the bfloat16 ones."""
 
@@ -122,7 +123,7 @@ class LeanDecoder:
         self.eps = float(config.get("rms_norm_eps", 1e-6))
         self.rope = rope_of(config)
         self.embedding = _take(tensors, "model.embed_tokens.weight")
-        self.norm = _take(tensors, "model.norm.weight")
+        self.norm = _take(tensors, "model.norm.weight").float()
         self.head = self.embedding if config.get("tie_word_embeddings") else _take(tensors, "lm_head.weight")
         self.blocks = [_block(tensors, packed or {}, index) for index in range(self.layers)]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
@@ -154,27 +155,38 @@ class LeanDecoder:
     def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor:
         """Read token ids int64 [rows] after what `cache` holds; float32 logits [min(logits, rows), vocab]."""
         x = self.read(ids, cache, self.layers)
-        x = F.rms_norm(x[len(x) - min(logits, len(x)) :], (x.shape[-1],), self.norm, self.eps)
-        return (x @ self.head.t()).float()
+        return self._logits(F.rms_norm(x[len(x) - min(logits, len(x)) :], x.shape[-1:], self.norm, self.eps))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """float32 logits of normed states x float32 [rows, width].
+
+        bfloat16 products round logits near 25 to steps of 0.125, enough to tie the best ones: for few rows
+        the leading candidates are computed again in float32, for many everything is.
+        """
+        if self.dtype == torch.float32 or x.shape[0] > PACKED_ROWS:
+            return x @ self.head.float().t()
+        rough = (x.to(self.dtype) @ self.head.t()).float()
+        best = rough.topk(min(CANDIDATES, rough.shape[-1]), dim=-1).indices
+        exact = torch.einsum("rcw,rw->rc", self.head[best].float(), x)
+        return rough.scatter(-1, best, exact)
 
     @torch.inference_mode()
     def read(self, ids: Tensor, cache: Cache, depth: int) -> Tensor:
-        """Run the first `depth` layers over ids [rows]; hidden states [rows, width] before the last norm."""
-        x = self.embedding[ids.to(self.device)]
+        """Run the first `depth` layers over ids [rows]; states float32 [rows, width] before the last norm."""
+        x = self.embedding[ids.to(self.device)].float()  # the residual stream stays in float32
         rotation = self.rope.rotation(torch.arange(cache.seen, cache.seen + len(ids), device=self.device))
         for block, layer in zip(self.blocks[:depth], cache.layers, strict=False):
             assert layer is not None
             x = x + self._attention(
-                block,
-                layer,
-                F.rms_norm(x, x.shape[-1:], block.attention_norm, self.eps),
-                rotation,
-                cache.decoding,
+                block, layer, self._normed(x, block.attention_norm), rotation, cache.decoding
             )
-            gate, up = block.gate_up(F.rms_norm(x, x.shape[-1:], block.mlp_norm, self.eps)).chunk(2, dim=-1)
+            gate, up = block.gate_up(self._normed(x, block.mlp_norm)).chunk(2, dim=-1)
             x = x + block.down(F.silu(gate) * up)
         cache.seen += len(ids)
         return x
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps).to(self.dtype)
 
     def _attention(self, block: Block, layer: Layer, x: Tensor, rotation: Any, decoding: bool) -> Tensor:
         rows = x.shape[0]
@@ -218,12 +230,12 @@ def _block(tensors: dict[str, Tensor], packed: dict[str, Tensor], index: int) ->
         return Linear(weights, torch.cat(biases) if biases else None, pair)
 
     return Block(
-        attention_norm=_take(tensors, prefix + "input_layernorm.weight"),
+        attention_norm=_take(tensors, prefix + "input_layernorm.weight").float(),
         qkv=linear("qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         q_norm=tensors.get(prefix + "self_attn.q_norm.weight"),
         k_norm=tensors.get(prefix + "self_attn.k_norm.weight"),
         o=linear("o", "self_attn.o_proj"),
-        mlp_norm=_take(tensors, prefix + "post_attention_layernorm.weight"),
+        mlp_norm=_take(tensors, prefix + "post_attention_layernorm.weight").float(),
         gate_up=linear("gate_up", "mlp.gate_proj", "mlp.up_proj"),
         down=linear("down", "mlp.down_proj"),
     )
