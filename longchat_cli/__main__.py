@@ -1,0 +1,160 @@
+"""The command `longchat`: runs `cli`, turns every failure into one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from longchat_cli.errors import LongchatError, OutOfMemory, StorageError
+
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+class _Signals:
+    """SIGTERM ends the command through its `finally` clauses; SIGINT is remembered.
+
+    Imports and C extensions may turn a KeyboardInterrupt into another error: `interrupted` tells.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        signal.signal(signal.SIGTERM, self._terminate)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a background job ignores Ctrl-C
+            signal.signal(signal.SIGINT, self._interrupt)
+
+    def _terminate(self, *_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    def _interrupt(self, *_: object) -> NoReturn:
+        self.interrupted = True
+        raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (sys.argv[1:] by default) and return the exit code."""
+    # Spinning OpenMP threads slow a shared machine down many times; must be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given or bool(os.environ.get("LONGCHAT_DEBUG"))
+    if not _open_streams():
+        return StorageError.exit_code
+    if not debug:
+        import warnings
+
+        warnings.simplefilter("ignore")  # libraries warn about what the user cannot change
+    signals = _Signals()
+    try:
+        code = _run(given)
+        sys.stdout.flush()
+    except BaseException as error:
+        code = _explain(error, signals.interrupted, debug)
+        _abandon_stdout()
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    from longchat_cli.cli import cli
+
+    # Not `cli.main`: it has answers of its own to a closed pipe and to Ctrl-C.
+    try:
+        with cli.make_context("longchat", arguments) as context:
+            cli.invoke(context)
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    return 0
+
+
+def _explain(error: BaseException, interrupted: bool, debug: bool) -> int:
+    """Say on stderr what went wrong; returns the exit code."""
+    if isinstance(error, BrokenPipeError):
+        return 141
+    if isinstance(error, Terminated):
+        return 143
+    if isinstance(error, KeyboardInterrupt | click.Abort) or interrupted:
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if debug:
+        traceback.print_exception(error)
+    expected = _expected(error)
+    if expected is None:
+        kind, text = type(error).__name__, str(error)
+        _complain(f"internal error: {kind}{f': {text}' if text else ''}; run again with --debug")
+        return 1
+    line, code = expected
+    _complain(line)
+    return code
+
+
+def _expected(error: BaseException) -> tuple[str, int] | None:
+    """The line and exit code of a failure that is not a bug."""
+    if isinstance(error, click.ClickException):
+        return _usage(error), error.exit_code
+    if isinstance(error, LongchatError):
+        return str(error), error.exit_code
+    if isinstance(error, MemoryError) or _is_torch_oom(error):
+        short = OutOfMemory("out of memory", "", "use a smaller model, --quantize int8 or --method sink")
+        return str(short), short.exit_code
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        place = f" {error.filename}" if error.filename else ""
+        return str(StorageError(f"writing{place} failed", os.strerror(error.errno))), StorageError.exit_code
+    return None
+
+
+def _usage(error: click.ClickException) -> str:
+    hint = ""
+    if isinstance(error, click.UsageError) and error.ctx:
+        hint = f"; `{error.ctx.command_path} --help` shows the usage"
+    return error.format_message().strip().removesuffix(".") + hint
+
+
+def _is_torch_oom(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")
+    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    return on_device or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def _complain(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print("longchat: error: " + " ".join(line.split()), file=sys.stderr, flush=True)
+
+
+def _open_streams() -> bool:
+    """Make the three streams usable; False when there is no stdout to answer on."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    if sys.stdout is None:
+        _complain("there is nowhere to write: standard output is closed")
+        return False
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    return True
+
+
+def _abandon_stdout() -> None:
+    """Print what is buffered if that is possible; if not, keep the interpreter's last flush silent."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,445 @@
+"""Questions over documents: read once, asked many times, and told what the answer rests on.
+
+Plain functions over the `Engine` protocol; whatever opens a model or builds a search index is passed in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from longchat_cli.documents import Collection, Document
+from longchat_cli.engine import Engine, Progress
+from longchat_cli.errors import BadInput, ContextOverflow, UsageError
+from longchat_cli.prompt import Message, Prompt, Text
+from longchat_cli.sampling import Sampling
+from longchat_cli.terminal import Console, Interrupts
+from longchat_cli.terminal_text import Sanitizer
+
+BOUNDED = frozenset({"full", "recycled", "cca"})
+"""Methods that leave tokens at their true positions: past the trained window their answers break down."""
+
+Emit = Callable[[str], None]
+Open = Callable[[str, Mapping[str, Any]], Engine]
+"""Opens the model under a method with its options."""
+
+
+class Found(Protocol):
+    """A passage: characters [begin, end) of document number `document`."""
+
+    document: int
+    begin: int
+    end: int
+    score: float
+
+
+class Finder(Protocol):
+    """Ranks passages of the documents it was made for."""
+
+    def find(self, question: str, budget: int) -> Sequence[Any]:
+        """The passages (`Found`) to read, in reading order, `budget` tokens at most."""
+
+
+MakeFinder = Callable[[Engine, Sequence[Document], Mapping[str, Any]], Finder]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to ask and how. `method` 'auto' is `full` where everything fits the window, else `recall`."""
+
+    questions: tuple[str, ...]
+    system: str | None = None
+    method: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    overflow: str = "error"
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer and its evidence; `as_json` is the object that `ask --json` prints.
+
+    usage: document_tokens (in all documents), prompt_tokens, reused_tokens, answer_tokens.
+    timings: find_s, prefill_s, decode_s, tokens_per_s.
+    coverage: seen, visible, forgotten, bytes (of the model's state), read (document tokens in the prompt).
+    passages: source, line, end_line, begin, end (characters), score, text.
+    """
+
+    question: str
+    answer: str
+    stop: str
+    model: str
+    method: str
+    usage: dict[str, int]
+    timings: dict[str, float]
+    coverage: dict[str, int]
+    documents: list[str]
+    passages: list[dict[str, Any]]
+
+    @property
+    def cancelled(self) -> bool:
+        return self.stop == "cancelled"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    def evidence(self) -> str:
+        """The coverage line: tokens read, visible, retrieved, from where."""
+        total, read = self.usage["document_tokens"], self.coverage["read"]
+        if self.method == "recall":
+            places = ", ".join(map(place, self.passages)) or "nothing"
+            count = f"{len(self.passages)} passage{'s' if len(self.passages) != 1 else ''}"
+            return f"recall: retrieved {count}, {read:,} of {total:,} tokens, all visible: {places}"
+        forgotten = self.coverage["forgotten"]
+        visible = self.coverage["visible"]
+        seen = f"{visible:,} visible, {forgotten:,} forgotten" if forgotten else "all visible"
+        reused = self.usage["reused_tokens"]
+        again = f", reused {reused:,} of {self.usage['prompt_tokens']:,}" if reused else ""
+        return f"{self.method}: read {read:,} of {total:,} tokens of {_names(self.documents)}, {seen}{again}"
+
+
+def place(passage: Mapping[str, Any]) -> str:
+    """`book.txt:120-131` for a passage of an answer."""
+    last = f"-{passage['end_line']}" if passage["end_line"] > passage["line"] else ""
+    return f"{passage['source']}:{passage['line']}{last}"
+
+
+def split_arguments(
+    words: Sequence[str], questions: Sequence[str], stdin_is_tty: bool
+) -> tuple[list[str], list[str]]:
+    """(documents, questions) of `ask DOC... QUESTION` and of `ask DOC... -q QUESTION`. Raises UsageError.
+
+    '-' (standard input) is the document only when no other is named and somebody pipes into it, so that a
+    `while read` loop around `ask FILE QUESTION` keeps its list.
+    """
+    documents, asked = list(words), list(questions)
+    if not asked:
+        if not documents:
+            raise UsageError("a question is missing", "", "longchat ask DOC... QUESTION")
+        if len(documents) == 1 and _is_document(documents[0]):
+            hint = f'longchat ask {documents[0]} "QUESTION"'
+            raise UsageError(f"the question about {documents[0]} is missing", "", hint)
+        asked = [documents.pop()]
+    if not all(question.strip() for question in asked):
+        raise UsageError("the question is empty")
+    if not documents:
+        if stdin_is_tty:
+            do = "name a file or folder before the question, or pipe a text in"
+            raise UsageError("there is no document to ask about", "", do)
+        documents = ["-"]
+    return documents, asked
+
+
+def _is_document(word: str) -> bool:
+    try:
+        return word == "-" or Path(word).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def compose(documents: Sequence[Document], question: str) -> Message:
+    """The user's turn: documents first, the question last, so that questions share the prefix."""
+    parts: list[Text] = []
+    for document in documents:
+        if len(documents) > 1 and not document.header:  # files of a folder come with theirs
+            parts.append(Text(f"{document.name}\n"))
+        parts += [Text(document.text, document.name), Text("\n\n")]
+    return Message("user", (*parts, Text(question)))
+
+
+def messages(system: str | None, user: Message) -> list[Message]:
+    """The conversation's beginning."""
+    return [Message.of("system", system), user] if system else [user]
+
+
+def common_prefix(first: Sequence[int], *others: Sequence[int]) -> int:
+    """How many ids all have in common from the start."""
+    shared = min(map(len, (first, *others)))
+    return next((i for i in range(shared) if any(o[i] != first[i] for o in others)), shared)
+
+
+def ask(
+    open_engine: Open,
+    make_finder: MakeFinder,
+    collection: Collection,
+    request: Request,
+    emit: Emit,
+    console: Console,
+    interrupts: Interrupts,
+    show: Callable[[Engine, Prompt], None] | None = None,
+) -> Iterator[Answer]:
+    """Answer every question in turn, streaming text to `emit`; the last answer may be cut by Ctrl-C.
+
+    `show` receives each prompt before it is read. Raises ContextOverflow, KeyboardInterrupt while reading,
+    and whatever opening the model or its method raises.
+    """
+    documents = collection.documents
+    if not documents:
+        raise BadInput("there is no text to ask about")
+    auto = request.method == "auto"  # its options are those of recall, for the finder
+    engine = open_engine("full", {}) if auto else open_engine(request.method, request.options)
+    session = _Session(engine, documents, request, emit, console, interrupts, show)
+    session.require_questions_fit()
+    method = session.method()
+    if method == "recall":
+        build = time.perf_counter()
+        finder = make_finder(engine, documents, request.options)
+        build = time.perf_counter() - build
+        for question in request.questions:
+            yield session.answer_from_passages(finder, question, build)
+            build = 0.0
+    else:
+        yield from session.answer_from_everything(method)
+
+
+class _Session:
+    """One run of `ask`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        documents: Sequence[Document],
+        request: Request,
+        emit: Emit,
+        console: Console,
+        interrupts: Interrupts,
+        show: Callable[[Engine, Prompt], None] | None,
+    ) -> None:
+        self.engine, self.documents, self.request = engine, documents, request
+        self.emit, self.console, self.interrupts, self.show = emit, console, interrupts, show
+        self.total = sum(engine.count(document.text) for document in documents)
+        self.room = engine.info.window - request.sampling.max_tokens
+        """Tokens a prompt may have so that the answer fits the trained window too."""
+
+    def require_questions_fit(self) -> None:
+        """A question longer than the window cannot be answered by any method."""
+        for question in self.request.questions:
+            size = len(self._prompt([], question))
+            if size > self.room:
+                raise ContextOverflow(
+                    f"the question alone has {size:,} tokens",
+                    self._limits(),
+                    "ask a shorter one or lower --max-tokens",
+                )
+
+    def method(self) -> str:
+        """`auto` decided by the counts. Raises ContextOverflow for a method that breaks past the window."""
+        chosen = self.request.method
+        if chosen == "auto":
+            return "full" if self._longest() <= self.room else "recall"
+        if chosen in BOUNDED and (size := self._longest()) > self.room:
+            if self.request.overflow != "force":
+                raise ContextOverflow(
+                    f"{chosen} cannot read this: the prompt has {size:,} tokens",
+                    self._limits(),
+                    "choose --method recall (finds the passages), --method sink (sees the end), "
+                    "or --overflow force (answers break down)",
+                )
+            self.console.warn(
+                f"{chosen} past the window: {size:,} tokens, {self._limits()}; expect answers to break down"
+            )
+        return chosen
+
+    def answer_from_everything(self, method: str) -> Iterator[Answer]:
+        """The documents are in the prompt: one prefill of what the questions share, then each question."""
+        prompts = [self._prompt(self.documents, question) for question in self.request.questions]
+        ids = [prompt.ids for prompt in prompts]
+        # At least one token is read per question: an answer starts from the last prompt token's logits.
+        shared = min(common_prefix(*ids), min(map(len, ids)) - 1) if len(ids) > 1 else 0
+        reading = 0.0
+        if shared:
+            reading = self._read(ids[0][:shared], method)
+            mark = self.engine.snapshot()
+        for index, (question, prompt) in enumerate(zip(self.request.questions, prompts, strict=True)):
+            if self.show:
+                self.show(self.engine, prompt)
+            if index:
+                self.engine.restore(mark)
+            reading += self._read(prompt.ids[shared:], method)
+            yield self._generate(
+                question, prompt, method, reused=shared if index else 0, timings={"prefill_s": reading}
+            )
+            reading = 0.0
+
+    def answer_from_passages(self, finder: Finder, question: str, build: float) -> Answer:
+        """Find passages, read them alone inside the window, answer."""
+        start = time.perf_counter()
+        budget = self.room - len(self._prompt([], question))
+        found = finder.find(question, budget)
+        timings = {"find_s": build + time.perf_counter() - start}
+        texts = [self._cut(passage) for passage in found]
+        prompt = self.engine.render(messages(self.request.system, _join(texts, question)))
+        if self.show:
+            self.show(self.engine, prompt)
+        self.engine.reset()
+        timings["prefill_s"] = self._read(prompt.ids, "recall")
+        passages = [self._describe(passage) for passage in found]
+        return self._generate(question, prompt, "recall", reused=0, timings=timings, passages=passages)
+
+    def _prompt(self, documents: Sequence[Document], question: str) -> Prompt:
+        return self.engine.render(messages(self.request.system, compose(documents, question)))
+
+    def _longest(self) -> int:
+        """Tokens of the longest prompt; a text that cannot fit is not encoded a second time."""
+        if self.total > self.engine.info.window:
+            return self.total
+        return max(len(self._prompt(self.documents, question)) for question in self.request.questions)
+
+    def _limits(self) -> str:
+        info = self.engine.info
+        return (
+            f"with {self.request.sampling.max_tokens:,} for the answer that is more than the "
+            f"{info.window:,} tokens of {info.model}"
+        )
+
+    def _read(self, ids: Sequence[int], method: str) -> float:
+        """Prefill with a bar; seconds. Raises KeyboardInterrupt when it was cancelled."""
+        start = time.perf_counter()
+        with self.console.progress("reading") as bar, self.interrupts.catching():
+            self.engine.prefill(ids, self._watch(bar, method), self.interrupts.stopped)
+        if self.interrupts.stop:
+            raise KeyboardInterrupt
+        return time.perf_counter() - start
+
+    def _watch(self, bar: Progress | None, method: str) -> Progress | None:
+        """Progress that warns, once and as soon as it is known, that the method forgets what it reads."""
+        if method in ("full", "recall"):
+            return bar
+        from longchat_cli.attention import method_class
+
+        forgets = method_class(method).forgets
+        warned = forgets.startswith("nothing")
+
+        def update(done: int, total: int) -> None:
+            nonlocal warned
+            coverage = self.engine.coverage() if not warned else None
+            if coverage and coverage.forgotten:
+                warned = True
+                self.console.warn(
+                    f"{method} sees {coverage.visible:,} of {max(self.total, total):,} tokens at a time; "
+                    f"it forgets {forgets}; `--method recall` finds passages anywhere"
+                )
+            if bar:
+                bar(done, total)
+
+        return update
+
+    def _generate(
+        self,
+        question: str,
+        prompt: Prompt,
+        method: str,
+        reused: int,
+        timings: dict[str, float],
+        passages: Sequence[dict[str, Any]] = (),
+    ) -> Answer:
+        start = time.perf_counter()
+        sanitizer, pieces, count, stop = Sanitizer(), [], 0, "cancelled"
+        with self.interrupts.catching():
+            for piece in self.engine.generate(self.request.sampling, self.interrupts.stopped):
+                pieces.append(sanitizer.feed(piece.text))
+                self.emit(pieces[-1])
+                count, stop = count + len(piece.ids), piece.stop or stop
+        seconds = time.perf_counter() - start
+        timings |= {"decode_s": seconds, "tokens_per_s": count / seconds if seconds else 0.0}
+        state = self.engine.coverage()
+        read = sum(region.stop - region.start for region in prompt.regions if region.source is not None)
+        return Answer(
+            question=question,
+            answer="".join(pieces),
+            stop=stop,
+            model=self.engine.info.model,
+            method=method,
+            usage={
+                "document_tokens": self.total,
+                "prompt_tokens": len(prompt),
+                "reused_tokens": reused,
+                "answer_tokens": count,
+            },
+            timings={name: round(value, 4) for name, value in timings.items()},
+            coverage={**asdict(state), "read": read},
+            documents=[document.name for document in self.documents],
+            passages=list(passages),
+        )
+
+    def _cut(self, passage: Found) -> Text:
+        document = self.documents[passage.document]
+        return Text(document.text[passage.begin : passage.end], document.name, passage.begin)
+
+    def _describe(self, passage: Found) -> dict[str, Any]:
+        document = self.documents[passage.document]
+        return {
+            **asdict(document.locate(passage.begin, passage.end)),
+            "begin": passage.begin,
+            "end": passage.end,
+            "score": round(float(passage.score), 4),
+            "text": document.text[passage.begin : passage.end],
+        }
+
+
+def _join(texts: Sequence[Text], question: str) -> Message:
+    parts = [part for text in texts for part in (text, Text("\n\n"))]
+    return Message("user", (*parts, Text(question)))
+
+
+def _names(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+class _Planned:
+    """A finder with its options decided."""
+
+    def __init__(self, finder: Any, plan: Any, by: Any) -> None:
+        self._finder, self._plan, self._by = finder, plan, by
+
+    def find(self, question: str, budget: int) -> Sequence[Any]:
+        return self._finder.read(question, budget, self._plan, self._by)
+
+
+def local_finder(
+    engine: Any, documents: Sequence[Document], options: Mapping[str, Any], console: Console
+) -> Finder:
+    """The search index of `recall` over an engine in this process, with the method's options.
+
+    `semantic` pulls the sentence encoder when it is not here; `fused` uses it when it is.
+    """
+    from longchat_cli.attention.recall import Recall
+    from longchat_cli.models import load
+    from longchat_cli.recall.find import Finder as Ranker
+    from longchat_cli.recall.passages import ReadingPlan
+    from longchat_cli.recall.semantic import Encoder
+
+    chosen = Recall(**options)
+    encoder, heads = None, None
+    if chosen.find in ("semantic", "fused"):
+        directory = load.find_encoder(console.notice, pull=chosen.find == "semantic")
+        encoder = Encoder(directory) if directory else None
+    if chosen.find == "attention":
+        heads = _attention_index(engine, documents, console)
+    with console.progress("indexing") as bar:
+        ranker = Ranker(documents, engine.tokenizer, encoder, heads, progress=bar)
+    default = ReadingPlan()
+    plan = ReadingPlan(
+        chosen.passages or default.passages,
+        default.margin if chosen.margin < 0 else chosen.margin,
+        default.order,
+    )
+    return _Planned(ranker, plan, chosen.find)
+
+
+def _attention_index(engine: Any, documents: Sequence[Document], console: Console) -> Any:
+    """Keys of the model's retrieval heads over the documents; the heads are found by a self-test."""
+    from longchat_cli.recall.heads import AttentionIndex, calibrate
+    from longchat_cli.recall.passages import split_sentences
+
+    text = documents[0].text[:12_000]
+    prose = [text[begin:end] for begin, end in split_sentences(text)[0].tolist()]
+    heads = calibrate(engine.decoder, engine.tokenizer.encode, prose)
+    ids = [id for document in documents for id in engine.tokenizer.encode(document.text)]
+    with console.progress("reading") as bar:
+        return AttentionIndex.read(engine.decoder, ids, heads, bar)

@@ -1,0 +1,178 @@
+"""stdout carries answers, stderr all the rest; Ctrl-C is a flag while a model works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from longchat_cli.errors import CannotCreate
+
+PATIENCE = 2.0
+"""Seconds within which a second Ctrl-C leaves."""
+
+
+@dataclass(frozen=True)
+class Console:
+    """What is said on stderr. `quiet` silences notices and progress but no warning; `verbose` adds detail."""
+
+    quiet: bool = False
+    verbose: bool = False
+
+    def notice(self, text: str) -> None:
+        """A short remark."""
+        if not self.quiet:
+            self.say(text)
+
+    def say(self, text: str) -> None:
+        """What the user asked to see."""
+        with contextlib.suppress(OSError, ValueError):  # a closed stderr must not end the work
+            print(text, file=sys.stderr, flush=True)
+
+    def detail(self, text: str) -> None:
+        """A remark for `--verbose`."""
+        if self.verbose:
+            self.say(text)
+
+    def warn(self, text: str) -> None:
+        """Something the user should know before trusting the answer."""
+        self.say(f"longchat: warning: {text}")
+
+    @contextlib.contextmanager
+    def progress(self, label: str) -> Iterator[Any]:
+        """A bar with tokens per second and time left, on a terminal; yields an engine `Progress` or None."""
+        if self.quiet or not is_tty(sys.stderr) or os.environ.get("TERM") == "dumb":
+            yield None
+            return
+        from tqdm import tqdm
+
+        with tqdm(
+            desc=label,
+            unit="tok",
+            unit_scale=True,
+            file=sys.stderr,
+            leave=False,
+            delay=0.5,
+            dynamic_ncols=True,
+        ) as bar:
+
+            def update(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield update
+
+
+def is_tty(stream: IO[Any] | None) -> bool:
+    """True when `stream` is an open terminal."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:
+        return False
+
+
+class Interrupts:
+    """Ctrl-C, counted. Inside `catching` the first one sets `stop`, a second within PATIENCE `leave`.
+
+    A KeyboardInterrupt never cuts through a forward pass that way; only a third one, when whatever runs does
+    not look at the flags, is raised.
+    """
+
+    def __init__(self) -> None:
+        self.stop = False
+        self.leave = False
+        self._last = float("-inf")
+
+    def press(self) -> None:
+        """Count one Ctrl-C."""
+        now = time.monotonic()
+        self.leave = now - self._last < PATIENCE
+        self._last = now
+
+    def stopped(self) -> bool:
+        """The `cancel` argument of an engine."""
+        return self.stop
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[None]:
+        """Turn SIGINT into the flags while the body runs."""
+        self.stop = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _on_signal(self, *_: object) -> None:
+        if self.leave:
+            raise KeyboardInterrupt
+        self.stop = True
+        self.press()
+
+
+class Output:
+    """Where answers go: stdout piece by piece, or a file that gets its name only when it is complete."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+
+
+@contextlib.contextmanager
+def open_output(path: str | None) -> Iterator[Output]:
+    """stdout for None or '-', else `path`, replaced atomically when the body ends well.
+
+    When it does not, what the file would have held is printed. Raises CannotCreate before any work is done.
+    """
+    if path is None or path == "-":
+        yield Output(sys.stdout)
+        return
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():  # a device or a pipe: nothing to replace
+        with _creating(path), target.open("w", encoding="utf-8") as file:
+            yield Output(file)
+        return
+    with _creating(path):
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent, text=True)
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            yield Output(file)
+        partial.chmod(_mode(target))
+        partial.replace(target)
+    except KeyboardInterrupt:
+        sys.stdout.write(partial.read_text(encoding="utf-8"))
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _creating(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (IsADirectoryError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise CannotCreate(f"cannot create {path}", error.strerror or "") from error
+
+
+def _mode(target: Path) -> int:
+    """The mode of the file that is replaced, else what the umask leaves of 0666."""
+    if target.exists():
+        return target.stat().st_mode & 0o7777
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
