@@ -1,0 +1,156 @@
+"""The finder: which passages of long texts does a question need?
+
+Words (BM25), meaning (a sentence encoder) and attention (retrieval heads of the decoder) each score every
+sentence; a block is as good as its best sentence. `fused` adds them on absolute scales, so that a sure hit of
+one is not dragged down by another's noise, as it is when ranks are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+
+from longchat_cli.errors import UsageError
+from longchat_cli.recall.lexical import Lexical
+from longchat_cli.recall.passages import Outline, Passage, ReadingPlan, choose
+from longchat_cli.recall.semantic import Encoder, Progress, Semantic
+
+Find = Literal["fused", "lexical", "semantic", "attention"]
+
+LEXICAL_WEIGHT = 0.5
+"""Fused = cosine + 0.5 x lexical^2. Squared, since many shared words are evidence and a few are chance:
+measured on 16k- and 64k-token books, it ranks keys and numbers as surely as 0.2 x lexical does and costs
+questions in other words nothing."""
+
+
+class Source(Protocol):
+    """A document: its name and text."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+class OffsetTokenizer(Protocol):
+    """What the finder needs of the model's tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]: ...
+
+
+class HeadsIndex(Protocol):
+    """Keys of the decoder's retrieval heads over the documents, one after the other."""
+
+    def scores(self, question_ids: Sequence[int]) -> np.ndarray:
+        """How much the heads attend to each token of the documents, 0 to 1, float32 [tokens]."""
+
+
+class Scorer(Protocol):
+    """One way to see how near each sentence is to a question."""
+
+    def score(self, question: str) -> np.ndarray:
+        """Higher is nearer, 0 to about 1, float32 [sentences]."""
+
+
+class Finder:
+    """An index of documents that ranks their blocks for a question.
+
+    `ids` are the documents' tokens, one list each, for whoever builds a heads index. `vectors` float32
+    [sentences, width] are the encoder's; given, they are not computed again. `progress` follows the encoder.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Source],
+        tokenizer: OffsetTokenizer,
+        encoder: Encoder | None = None,
+        heads: HeadsIndex | None = None,
+        vectors: np.ndarray | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.ids: list[list[int]] = []
+        self.outlines: list[Outline] = []
+        for document in documents:
+            ids, begins = tokenizer.encode_with_offsets(document.text)
+            self.ids.append(ids)
+            self.outlines.append(Outline.of(document.name, document.text, begins))
+        counts = [len(outline.sentences) for outline in self.outlines]
+        self._firsts = _joined([outline.blocks[:-1] for outline in self.outlines], counts)
+        self._places = [(d, b) for d, o in enumerate(self.outlines) for b in range(len(o.blocks) - 1)]
+        sentences = [o.text[i:j] for o in self.outlines for i, j in o.sentences.tolist()]
+        self.scorers: dict[str, Scorer] = {"lexical": Lexical(sentences, self._firsts)}
+        if encoder:
+            vectors = encoder.encode(sentences, progress) if vectors is None else vectors
+            if len(vectors) != len(sentences):
+                raise ValueError(f"{len(vectors)} vectors for {len(sentences)} sentences")
+            self.scorers["semantic"] = Semantic(encoder, vectors)
+        if heads:
+            self.scorers["attention"] = _Attention(heads, tokenizer, self.outlines)
+
+    @property
+    def vectors(self) -> np.ndarray | None:
+        """The encoder's sentence vectors, float32 [sentences, width], to be saved; None without encoder."""
+        semantic = self.scorers.get("semantic")
+        return semantic.vectors if isinstance(semantic, Semantic) else None
+
+    def rank(self, question: str, k: int = 8, by: Find = "fused") -> list[Passage]:
+        """The `k` best blocks, best first. Raises UsageError when `by` needs what is not there."""
+        if not len(self._firsts):
+            return []
+        parts = {name: self.scorers[name].score(question) for name in self._needed(by)}
+        scores = _fuse(parts) if by == "fused" else parts[by]
+        best = np.maximum.reduceat(scores, self._firsts)
+        order = np.argsort(-best, kind="stable")[:k]
+        return [self._passage(int(block), scores, parts) for block in order]
+
+    def read(self, question: str, budget: int, plan: ReadingPlan, by: Find = "fused") -> list[Passage]:
+        """The passages to read for `question`, `budget` tokens at most, in the plan's order."""
+        return choose(self.rank(question, plan.passages, by), self.outlines, plan, budget)
+
+    def _needed(self, by: Find) -> list[str]:
+        if by == "fused":
+            eye = next((name for name in ("semantic", "attention") if name in self.scorers), None)
+            return [eye, "lexical"] if eye else ["lexical"]
+        if by not in get_args(Find):
+            raise UsageError(f"'{by}' is no way to find", "", f"use one of {', '.join(get_args(Find))}")
+        if by not in self.scorers:
+            missing = "sentence encoder" if by == "semantic" else "index of attention heads"
+            raise UsageError(f"cannot find by '{by}'", f"there is no {missing}", "use lexical or fused")
+        return [by]
+
+    def _passage(self, block: int, scores: np.ndarray, parts: dict[str, np.ndarray]) -> Passage:
+        first = int(self._firsts[block])
+        number, local = self._places[block]
+        outline = self.outlines[number]
+        low, high = outline.blocks[local : local + 2]
+        best = int(np.argmax(scores[first : first + high - low]))
+        begin, end = outline.block_range(local)
+        focus_begin, focus_end = outline.sentences[low + best].tolist()
+        found = {name: float(part[first + best]) for name, part in parts.items()}
+        score = float(scores[first + best])
+        return Passage(number, outline.name, begin, end, score, (focus_begin, focus_end), found)
+
+
+class _Attention:
+    """A heads index, token by token, as a scorer of sentences."""
+
+    def __init__(self, heads: HeadsIndex, tokenizer: OffsetTokenizer, outlines: Sequence[Outline]) -> None:
+        self._heads, self._tokenizer = heads, tokenizer
+        self._firsts = _joined([o.first_tokens() for o in outlines], [len(o.tokens) for o in outlines])
+
+    def score(self, question: str) -> np.ndarray:
+        return np.maximum.reduceat(self._heads.scores(self._tokenizer.encode(question)), self._firsts)
+
+
+def _joined(indices: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
+    """Indices into several arrays as indices into their concatenation, int64."""
+    starts = np.cumsum([0, *sizes])
+    return np.concatenate([np.zeros(0, np.int64), *map(np.add, indices, starts)])
+
+
+def _fuse(parts: dict[str, np.ndarray]) -> np.ndarray:
+    lexical = LEXICAL_WEIGHT * parts["lexical"] ** 2
+    return sum((part for name, part in parts.items() if name != "lexical"), lexical)
