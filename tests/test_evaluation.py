@@ -155,7 +155,6 @@ def test_longeval_files(tmp_path):
         "random_idx": ["odd-12", 12],
         "expected_number": 84,
         "num_lines": 40,
-        "token_size": 900,
         "correct_line": rows[12] + "\n",
         "prompt": "Intro. Now the record start:\n\n"
         + "\n".join(rows)
@@ -163,9 +162,12 @@ def test_longeval_files(tmp_path):
     }
     with gzip.open(tmp_path / "lines.jsonl.gz", "wt") as file:
         file.write(json.dumps(record) + "\n")
-    (case,) = lines.lines(setting(n=5, data=(tmp_path,)))
-    assert case.document == "\n".join(rows) and case.length == 900
+    size = count("\n".join(rows))
+    (case,) = lines.lines(setting(size, n=5, data=(tmp_path,)))
+    assert case.document == "\n".join(rows) and case.length == size
     assert case.queries[0].references == ("84",) and "odd-12" in case.queries[0].question
+    with pytest.raises(UsageError, match=f"cases of {size} to {size} tokens"):
+        next(lines.lines(setting(size * 2, data=(tmp_path,))))
 
 
 def test_natural_questions(tmp_path):

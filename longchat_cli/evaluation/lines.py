@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Iterator
 
+from longchat_cli.errors import UsageError
 from longchat_cli.evaluation.cases import Case, Query, Setting
 from longchat_cli.evaluation.haystack import load_records
 
@@ -99,13 +101,19 @@ _RECORD_START, _RECORD_END = "Now the record start:\n\n", "\n\nNow the record is
 
 
 def lines(setting: Setting) -> Iterator[Case]:
-    """One line of many is asked for; with LongEval files in `data`, theirs (all of one length each)."""
+    """One line of many is asked for. With LongEval files in `data`: their cases within a quarter of the
+    length. Raises UsageError when they have none."""
     records = load_records(setting.data, "correct_line")
-    if records:
-        yield from (_from_record(record) for record in records[: setting.n])
+    if not records:
+        yield from (_generate(setting) for _ in range(setting.n))
         return
-    for _ in range(setting.n):
-        yield _generate(setting)
+    cases = [_from_record(record, setting.length) for record in records]
+    sizes = [setting.count(case.document) for case in cases]
+    near = [case for case, size in zip(cases, sizes, strict=True) if 0.8 < size / setting.length < 1.25]
+    if not near:
+        why = f"the files have cases of {min(sizes):,} to {max(sizes):,} tokens"
+        raise UsageError(f"no case has about {setting.length:,} tokens", why, "choose other lengths")
+    yield from near[: setting.n]
 
 
 def _generate(setting: Setting) -> Case:
@@ -113,8 +121,8 @@ def _generate(setting: Setting) -> Case:
     each = count("".join(_line(key, rng) for key in _keys(50, rng))) / 50
     room = setting.length - count(_INTRODUCTION)
     rows = [_line(key, rng) for key in _keys(max(int(room / each), 1), rng)]
-    while len(rows) > 1 and count("".join(rows)) > room:
-        rows.pop()
+    fitting = bisect_right(range(len(rows) + 1), room, key=lambda size: count("".join(rows[:size]))) - 1
+    rows = rows[: max(fitting, 1)]
     place = rng.randrange(len(rows))
     key, value = rows[place].split()[1].rstrip(":"), rows[place].split("<")[1].rstrip(">\n")
     query = Query(_QUESTION.format(key=key), (value,), rows[place].strip(), place / len(rows))
@@ -133,7 +141,7 @@ def _line(key: str, rng: random.Random) -> str:
     return f"line {key}: REGISTER_CONTENT is <{rng.randint(1, 50_000)}>\n"
 
 
-def _from_record(record: dict) -> Case:
+def _from_record(record: dict, length: int) -> Case:
     document = record["prompt"].partition(_RECORD_START)[2].partition(_RECORD_END)[0]
     evidence = record["correct_line"].strip()
     query = Query(
@@ -142,4 +150,4 @@ def _from_record(record: dict) -> Case:
         evidence,
         document.find(evidence) / max(len(document), 1),
     )
-    return Case(document, (query,), record["token_size"])
+    return Case(document, (query,), length)
