@@ -34,7 +34,8 @@ BASE_TEMPLATE = (
 )
 """The layout for base models, which have no template; `Assembler.stops` then ends an answer."""
 
-_LIMIT = 1 << 20  # characters a template may write, and loop steps it may take, for one render
+_LIMIT = 1 << 20  # characters a template may write in one render
+_STEPS = 1 << 16  # loop steps and macro calls it may take
 _EDGE = "\u2003"  # a blank no template writes: it is gone after rendering if the template trims
 _SLOT = re.compile(f"({_EDGE}?)\ue000(\\d+)\ue001({_EDGE}?)")
 _THINKING = "</think>"
@@ -420,6 +421,7 @@ class _Sums(jinja2.visitor.NodeTransformer):
     """`a ~ b` becomes the sum of strings, whose length the environment bounds."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Expr:  # noqa: N802
+        strings: list[jinja2.nodes.Expr]
         strings = [jinja2.nodes.Filter(self.visit(n), "string", [], [], None, None) for n in node.nodes]
         return functools.reduce(jinja2.nodes.Add, strings)
 
@@ -449,7 +451,7 @@ def _compile(source: str) -> jinja2.Template:
 
 def _render(template: jinja2.Template, values: dict[str, Any]) -> str:
     """The template's output. Raises BadInput when it fails or exceeds its budget."""
-    budget = iter(range(_LIMIT))
+    budget = iter(range(_STEPS))
 
     def step() -> None:
         if next(budget, None) is None:

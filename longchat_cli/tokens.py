@@ -36,7 +36,8 @@ CHUNK = 1 << 16
 
 _VERDICT_FORMAT = 1
 _SPACE = "▁"  # how SentencePiece vocabularies write a space
-_WORD_END = re.compile(r"[^\W\d_](?=\s)")
+_WORD_END = re.compile(r"[^\W\d_](?= )")
+_LINE_END = re.compile(r"[^\W\d_](?=\s)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MARKUP = re.compile(r"<[|｜].*[|｜]>|</?s>|<(start|end)_of_\w+>|\[/?[A-Z_]+\]|</?think>", re.DOTALL)
@@ -498,9 +499,9 @@ def _cuts(text: str) -> Iterator[tuple[int, int]]:
     begin = 0
     while len(text) - begin > CHUNK:
         limit = begin + CHUNK
-        # A window that grows: word ends are near in prose; the whole chunk is searched only in odd data.
-        for window in (256, CHUNK):
-            ends = [m.end() for m in _WORD_END.finditer(text, max(limit - window, begin + 1), limit)]
+        # Word ends are near in prose; all of the chunk is searched only in odd data.
+        for pattern, window in ((_WORD_END, 256), (_WORD_END, CHUNK), (_LINE_END, CHUNK)):
+            ends = [m.end() for m in pattern.finditer(text, max(limit - window, begin), limit)]
             if ends:
                 break
         end = ends[-1] if ends else limit
