@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from longchat_cli.errors import BadInput
@@ -79,11 +80,13 @@ def tokenizer_json(gguf: Gguf) -> Json:
             "single_word": False,
             "lstrip": False,
             "rstrip": False,
-            "normalized": types[index] == _USER_DEFINED and kind == "llama",  # matched after blanks became ▁
+            "normalized": False,
             "special": types[index] != _USER_DEFINED,
         }
         for index, token in enumerate(tokens)
-        if types[index] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        if types[index] in (_UNKNOWN, _CONTROL)
+        # runs of blanks are merged: an added token is matched in the text as it was, before they became ▁
+        or (types[index] == _USER_DEFINED and _SPACE not in token)
     ]
     head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     return head | {"post_processor": _post_processor(gguf, tokens)} | body
@@ -179,13 +182,16 @@ def _sentencepiece(gguf: Gguf, tokens: list[str], types: list[int]) -> Json:
 
 
 def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[list[str]]:
-    """SentencePiece merges any two pieces whose union is a piece, best score first."""
-    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
+    """SentencePiece merges two pieces whose union is a piece: user-defined ones first, then by best score."""
+    rank = {
+        token: -math.inf if kind == _USER_DEFINED else -score
+        for token, kind, score in zip(tokens, types, scores, strict=True)
+        if kind in (_NORMAL, _USER_DEFINED)
+    }
     ranked: list[tuple[float, list[str]]] = []
-    for token, score in zip(tokens, scores, strict=True):
-        if token in pieces:
-            cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-            ranked += [(-score, [a, b]) for a, b in cuts if a in pieces and b in pieces]
+    for token, first in rank.items():
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        ranked += [(first, [a, b]) for a, b in cuts if a in rank and b in rank]
     ranked.sort(key=lambda entry: entry[0])
     return [pair for _, pair in ranked]
 
