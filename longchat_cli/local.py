@@ -107,20 +107,21 @@ class LocalEngine:
         return Coverage(seen, visible, seen - visible, self.cache.bytes())
 
     def snapshot(self) -> Any:
-        return self.cache.snapshot(), len(self.ids), self.logits
+        return self.cache.snapshot(), self.ids[:], self.logits
 
     def restore(self, mark: Any) -> None:
-        saved, count, self.logits = mark
+        saved, ids, self.logits = mark
         self.cache.restore(saved)
-        del self.ids[count:]
+        self.ids = ids[:]
 
     def save(self, path: Path) -> None:
         extra = {} if self.logits is None else {"logits": self.logits}
         state.save(path, self.cache, {**self._identity(), "ids": self.ids.tolist()}, extra)
 
     def load(self, path: Path) -> None:
-        self.reset()
-        about, extra = state.load(path, self.cache, self._identity())
+        cache = self.decoder.new_cache(self.method)
+        about, extra = state.load(path, cache, self._identity())
+        self.cache = cache
         self.ids = array.array("I", about["ids"])
         self.logits = extra.get("logits")
 

@@ -40,9 +40,9 @@ class Slot(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, layer: Layer, cache: Cache) -> None:
+    def __init__(self, layer: Layer, decoding: bool | None) -> None:
         super().__init__()
-        self.layer, self.cache = layer, cache
+        self.layer, self.decoding = layer, decoding
         self.waiting = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -56,7 +56,8 @@ class Slot(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, **extra: Any) -> Tensor:
         self.waiting = False
         # `generate` does not say whether it reads or decodes: a lone token after others is decoding.
-        decoding = self.cache.decoding or (q.shape[1] == 1 and self.layer.seen > 0)
+        lone = q.shape[1] == 1 and self.layer.seen > 0
+        decoding = lone if self.decoding is None else self.decoding
         return self.layer.attend(q, k, v, scale, decoding, **extra)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -164,7 +165,7 @@ class HFDecoder:
 
     def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor:
         """Read token ids int64 [rows] after what `cache` holds; float32 logits [min(logits, rows), vocab]."""
-        view = transformers_cache(cache)
+        view = transformers_cache(cache, cache.decoding)
         positions = torch.arange(cache.seen, cache.seen + len(ids), device=self.device).unsqueeze(0)
         with torch.inference_mode():
             out = self.model(
@@ -219,12 +220,12 @@ class HFDecoder:
         return [Rope(table, interleaved) for interleaved in (False, True) for table in tables]
 
 
-def transformers_cache(cache: Cache) -> TransformersCache:
-    """Our state as a transformers cache, also good for `generate`."""
+def transformers_cache(cache: Cache, decoding: bool | None = None) -> TransformersCache:
+    """Our state as a transformers cache; `decoding` None leaves it to be guessed, as `generate` needs."""
     foreign = cache.foreign or {}
     return TransformersCache(
         layers=[
-            foreign[index] if layer is None else Slot(layer, cache)
+            foreign[index] if layer is None else Slot(layer, decoding)
             for index, layer in enumerate(cache.layers)
         ]
     )

@@ -7,7 +7,9 @@ in place, so that a snapshot is a copy of references.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,7 +26,8 @@ from longchat_cli.kernels import Bound, Observe, Rotation, Span
 @dataclass(frozen=True)
 class Step:
     """The new tokens of one call: q [heads, rows, dim] and k, v [KV heads, rows, dim], rotated at their true
-    positions first, first + 1, ...; `scale` multiplies logits; `decoding` is false while a prompt is read."""
+    positions first, first + 1, ...; `decoding` is false while a prompt is read. `scale`, `softcap` and learned
+    `sinks` shape logits as in `kernels.attend`."""
 
     q: Tensor
     k: Tensor
@@ -32,6 +35,8 @@ class Step:
     first: int
     scale: float
     decoding: bool
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -91,8 +96,8 @@ def validate(method: Any) -> None:
 class KVBuffer:
     """Keys and values [heads, tokens, dim] of consecutive tokens: append at the end, drop from the front.
 
-    `first` and `end` are absolute indices of the live tokens. A snapshot shares the storage: appends go
-    behind what the snapshot sees, and making room always allocates anew.
+    `first` and `end` are absolute indices of the live tokens. A copy shares the storage until one of the two
+    would write where another copy still looks; making room always allocates anew.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -100,6 +105,7 @@ class KVBuffer:
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self._offset = 0
+        self._sharing: weakref.WeakSet[KVBuffer] = weakref.WeakSet([self])
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -116,7 +122,8 @@ class KVBuffer:
 
     def append(self, k: Tensor, v: Tensor) -> None:
         live, new = len(self), k.shape[1]
-        if self._k is None or self._offset + live + new > self._k.shape[1]:
+        behind = self._offset + live
+        if self._k is None or behind + new > self._k.shape[1] or self._looked_at(behind):
             self._move(live + new + max(256, (live + new) // 8), k, v)
         assert self._k is not None and self._v is not None
         at = slice(self._offset + live, self._offset + live + new)
@@ -135,9 +142,13 @@ class KVBuffer:
         return [x for x in (self._k, self._v) if x is not None]
 
     def copy(self) -> KVBuffer:
-        other = KVBuffer()
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
+        self._sharing.add(other)
         return other
+
+    def _looked_at(self, at: int) -> bool:
+        """Whether another buffer on this storage holds tokens from `at` on: a mark of another branch."""
+        return any(other._offset + len(other) > at for other in self._sharing if other is not self)
 
     def _move(self, capacity: int, k: Tensor, v: Tensor) -> None:
         live = len(self)
@@ -146,6 +157,8 @@ class KVBuffer:
         if self._k is not None and live:
             moved_k[:, :live], moved_v[:, :live] = self.k, self.v
         self._k, self._v, self._offset = moved_k, moved_v, 0
+        self._sharing.discard(self)
+        self._sharing = weakref.WeakSet([self])
 
 
 class Layer:
@@ -177,7 +190,7 @@ class Layer:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """q [heads, rows, dim] and k, v [KV heads, rows, dim] at true positions -> [heads, rows, dim]."""
-        new = Step(q, k, v, self.seen, scale, decoding)
+        new = Step(q, k, v, self.seen, scale, decoding, softcap, sinks)
         spans = [span for span in self.spans(new) if span.k.shape[1]]
         out, scores = kernels.attend(q, spans, scale, softcap, sinks)
         self.seen = new.end
@@ -208,7 +221,7 @@ class Layer:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _tensors(item)]
     if isinstance(value, KVBuffer):
         return value.tensors()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longchat_cli import kernels
 from longchat_cli.attention.full import FullLayer
 from longchat_cli.attention.layer import KVBuffer, Method, Step, causal, option, validate
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Observe, Span
-from longchat_cli.kernels.reference import reduce_scores
 
 OBSERVE = Observe(rows="last", heads="max")
 
@@ -57,7 +57,7 @@ class RecycledLayer(FullLayer):
             self.small, self.query, self.steps = None, new.q[:, -1], 0
             return super().spans(new)
         if self.small is None:  # the first step after a prompt: choose by the prompt's last query
-            self._choose(self._weights(self.query, new.scale))
+            self._choose(self._weights(self.query, new))
         self.kv.append(new.k, new.v)
         self.steps += 1
         if self._refresh_due(new.q[:, -1]):
@@ -80,18 +80,20 @@ class RecycledLayer(FullLayer):
         similarity = F.cosine_similarity(query.float().mean(0), self.query.float().mean(0), dim=0)
         return not (self.method.tau > 0 and similarity > self.method.tau)
 
-    def _weights(self, query: Tensor, scale: float) -> Tensor:
+    def _weights(self, query: Tensor, new: Step) -> Tensor:
         """Attention of query [heads, dim] over the full cache, reduced to [KV heads, keys]."""
-        groups, keys, dim = self.kv.k.shape
-        logits = (query.reshape(groups, -1, dim) @ self.kv.k.transpose(1, 2)).float() * scale
-        return reduce_scores(logits.softmax(-1).reshape(-1, 1, keys), groups, OBSERVE)
+        everything = Span(self.kv.k, self.kv.v, observe=OBSERVE)
+        _, scores = kernels.attend(query.unsqueeze(1), [everything], new.scale, new.softcap, new.sinks)
+        assert scores[0] is not None
+        return scores[0]
 
     def _choose(self, weights: Tensor) -> None:
         """Fill the small cache with the highest weights [KV heads, keys], in ascending order."""
         keys, width = weights.shape[-1], self.method.kernel
-        self.count = min(self.method.keep or max(keys // self.method.fraction, 1), keys)
+        self.count = self.method.keep or max(keys // self.method.fraction, 1)
         pooled = F.max_pool1d(F.pad(weights, ((width - 1) // 2, width // 2)), width, stride=1)
-        top = pooled.topk(self.count, dim=-1).indices.flip(-1)
+        # Pooling makes neighbours tie: a stable sort takes the earlier one, on every device.
+        top = pooled.sort(dim=-1, descending=True, stable=True).indices[:, : self.count].flip(-1)
         index = top.unsqueeze(-1).expand(-1, -1, self.kv.k.shape[-1])
         self.small = KVBuffer()
         self.small.append(torch.gather(self.kv.k, 1, index), torch.gather(self.kv.v, 1, index))
