@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from longchat_cli import prose
 from longchat_cli.errors import BadInput, ContextOverflow, UsageError
 from longchat_cli.evaluation import facts, haystack, lines, naturalqa, perplexity, score
 from longchat_cli.evaluation.cases import Setting
@@ -85,7 +86,7 @@ def test_varied_facts_have_words_of_their_own():
     assert len(shapes) == 20 and len(facts.VARIED) >= 20
 
 
-COMMON = haystack.words(
+COMMON = prose.words(
     """
     a an the of to in on at by for from with out up off into under inside near prior before while and or not
     is was are were be did does do has have had what which who whom where whether how when many much that
@@ -111,7 +112,7 @@ def test_reworded_pool():
 
 
 def test_a_book_is_used_without_its_licence(tmp_path):
-    body = haystack.prose(30_000, random.Random(5))
+    body = prose.prose(30_000, random.Random(5))
     book = tmp_path / "book.txt"
     book.write_bytes(
         b"\xef\xbb\xbfLicence words\n\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\n"
@@ -137,14 +138,14 @@ def test_a_length_without_room_is_refused():
 
 
 def test_cut_keeps_to_the_length_anywhere():
-    text = haystack.prose(60_000, random.Random(0))
+    text = prose.prose(60_000, random.Random(0))
     for seed in range(20):
         part = haystack.cut(text, 1000, count, random.Random(seed))
         assert 960 <= count(part) <= 1000 and part in text
 
 
 def test_prose_varies():
-    text = haystack.prose(20_000, random.Random(0))
+    text = prose.prose(20_000, random.Random(0))
     sentences = re.split(r"(?<=[.])\s+", text)
     assert len(set(sentences)) > 0.95 * len(sentences)
 
@@ -306,7 +307,7 @@ def test_perplexity_by_position():
 def test_perplexity_task(tmp_path):
     import torch
 
-    (tmp_path / "b.txt").write_text(haystack.prose(3000, random.Random(0)))
+    (tmp_path / "b.txt").write_text(prose.prose(3000, random.Random(0)))
     table = torch.zeros(256, 256)
     subject = Subject(count, encode=lambda text: list(text.encode()), forward=lambda: Bigram(table))
     result = run("perplexity", subject, Options((1000,), data=(tmp_path,)))

@@ -7,6 +7,7 @@ window share one softmax. Untuned models need the attention sink kept raw (`sink
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class CCALayer(Layer):
     def visible(self) -> int:
         return self.seen
 
-    def _pooled(self, position: Bound) -> Bound:
+    def _pooled(self, position: Any) -> Any:
         """Groups that a query at `position` sees as cores: floor((t - s) / g) for t = position + 1."""
         return at_least((position + 1 - self.method.local) // self.method.group, 0)
 

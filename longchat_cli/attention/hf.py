@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class Slot(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
         self.waiting = True
         kwargs.get("kwargs", {})["slot"] = self
         return key_states, value_states
@@ -193,7 +192,7 @@ class HFDecoder:
         """Each layer's rotation, found by probing the model; a string says why none fits."""
         return probe(self._keys_at, self._candidates())
 
-    def _keys_at(self, position: int) -> Sequence[Tensor | None]:
+    def _keys_at(self, position: int) -> list[Tensor | None]:
         cache = self.new_cache(Full())
         view = transformers_cache(cache)
         token = torch.tensor([[self.vocab_size // 2]], device=self.device)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from longchat_cli.evaluation.haystack import Count, cut, load_text, prose
+from longchat_cli.evaluation.haystack import Count, cut, load_text
+from longchat_cli.prose import prose
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import random
 from collections.abc import Iterator, Sequence
 
 from longchat_cli.evaluation.cases import Case, Query, Setting
-from longchat_cli.evaluation.haystack import plant, words
+from longchat_cli.evaluation.haystack import plant
 from longchat_cli.evaluation.reworded import REWORDED
+from longchat_cli.prose import words
 
 _KEYS = words(
     """

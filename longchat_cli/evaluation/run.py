@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from longchat_cli.engine import Engine
 from longchat_cli.errors import BadInput, LongchatError, UsageError
 from longchat_cli.evaluation import facts, lines, naturalqa
 from longchat_cli.evaluation.cases import Case, Generator, Query, Setting
 from longchat_cli.evaluation.haystack import Count, load_text
 from longchat_cli.evaluation.perplexity import Forward, by_position, losses
 from longchat_cli.evaluation.score import contains, interval, normalise
+from longchat_cli.evaluation.stream import stream
+from longchat_cli.prose import prose
 
 Progress = Callable[[int, int], None]
 """Called with (questions or tokens done, in all)."""
@@ -32,12 +35,14 @@ class Answer:
 @dataclass(frozen=True)
 class Subject:
     """What is evaluated. Question tasks need `answer(document, questions)`, one reading and an answer each;
-    `perplexity` needs `encode` and `forward`, which gives a decoder with an empty state."""
+    `perplexity` needs `encode` and `forward`, which gives a decoder with an empty state; `stream` needs
+    `engine` and `encode`."""
 
     count: Count
     answer: Callable[[str, Sequence[str]], Sequence[Answer]] | None = None
     encode: Callable[[str], Sequence[int]] | None = None
     forward: Callable[[], Forward] | None = None
+    engine: Engine | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,12 @@ def _perplexity(subject: Subject, options: Options, progress: Progress) -> dict[
     return {"samples": samples, "totals": totals}
 
 
+def _stream(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+    assert subject.engine is not None and subject.encode is not None, "this task needs an engine"
+    text = load_text(options.data) or prose(200_000, random.Random(options.seed))
+    return {"samples": [], "totals": stream(subject.engine, subject.encode(text), options.lengths, progress)}
+
+
 TASKS: dict[str, Task] = {
     "needle": Task("one magic number in each text", _questions(facts.single)),
     "lookalike": Task("ten magic numbers of different keys in one text", _questions(facts.lookalike)),
@@ -190,4 +201,5 @@ TASKS: dict[str, Task] = {
         "natural questions, passages planted in a book (--data)", _questions(naturalqa.naturalqa)
     ),
     "perplexity": Task("perplexity by position of a book (--data)", _perplexity),
+    "stream": Task("step time and bytes held along one stream", _stream),
 }

@@ -213,12 +213,12 @@ def calibrate(decoder: Reader, encode: Encode, prose: Sequence[str], count: int 
             ids += encode(needles[len(ranges)] + " ")
             ranges.append((begin, len(ids)))
     heads = all_heads(decoder)
-    index = read_keys(decoder, ids, heads, group_size(decoder))
+    keys = read_keys(decoder, ids, heads, group_size(decoder))
     marks = np.zeros(len(heads))
     for key, (begin, end) in zip(SELF_TEST, ranges, strict=False):
         queries = search_queries(decoder, encode(f"What is the special magic number for {key}?"), heads)
-        for number, (query, row) in enumerate(zip(queries, index.rows, strict=True)):
-            scores = index.attention(query, row)
+        for number, (query, row) in enumerate(zip(queries, keys.rows, strict=True)):
+            scores = keys.attention(query, row)
             marks[number] += 1 / (1 + int((scores > scores[begin:end].max()).sum()))
     best = np.argsort(-marks, kind="stable")[:count]
     return sorted(heads[i] for i in best)
