@@ -156,10 +156,10 @@ def messages(system: str | None, user: Message) -> list[Message]:
     return [Message.of("system", system), user] if system else [user]
 
 
-def common_prefix(first: Sequence[int], *others: Sequence[int]) -> int:
-    """How many ids all have in common from the start."""
-    shared = min(map(len, (first, *others)))
-    return next((i for i in range(shared) if any(o[i] != first[i] for o in others)), shared)
+def opening(engine: Engine, system: str | None, documents: Sequence[Document]) -> list[int]:
+    """The ids that come before the user's first words, whatever those are."""
+    first, second = (engine.render(messages(system, compose(documents, word))).ids for word in ("0", "x"))
+    return first[: next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)]
 
 
 def ask(
@@ -247,13 +247,10 @@ class _Session:
     def answer_from_everything(self, method: str) -> Iterator[Answer]:
         """The documents are in the prompt: one prefill of what the questions share, then each question."""
         prompts = [self._prompt(self.documents, question) for question in self.request.questions]
-        ids = [prompt.ids for prompt in prompts]
-        # At least one token is read per question: an answer starts from the last prompt token's logits.
-        shared = min(common_prefix(*ids), min(map(len, ids)) - 1) if len(ids) > 1 else 0
-        reading = 0.0
-        if shared:
-            reading = self._read(ids[0][:shared], method)
-            mark = self.engine.snapshot()
+        # Read up to the question for a single one too: the same chunks, so the same answer, however many.
+        shared = len(opening(self.engine, self.request.system, self.documents))
+        reading = self._read(prompts[0].ids[:shared], method)
+        mark = self.engine.snapshot()
         for index, (question, prompt) in enumerate(zip(self.request.questions, prompts, strict=True)):
             if self.show:
                 self.show(self.engine, prompt)
@@ -293,7 +290,7 @@ class _Session:
         info = self.engine.info
         return (
             f"with {self.request.sampling.max_tokens:,} for the answer that is more than the "
-            f"{info.window:,} tokens of {info.model}"
+            f"{info.window:,} {info.model} was trained for"
         )
 
     def _read(self, ids: Sequence[int], method: str) -> float:

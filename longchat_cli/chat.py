@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longchat_cli.ask import BOUNDED, Open, common_prefix, compose, messages
+from longchat_cli.ask import BOUNDED, Open, compose, messages, opening
 from longchat_cli.documents import Document
 from longchat_cli.engine import Coverage, Engine, Piece, Progress
 from longchat_cli.errors import ContextOverflow
@@ -107,12 +107,6 @@ class Conversation:
         """Tokens that still fit; infinite for methods that forget."""
         info = self.engine.info
         return info.window - self.engine.coverage().seen if info.method in BOUNDED else float("inf")
-
-
-def opening(engine: Engine, system: str | None, documents: Sequence[Document]) -> list[int]:
-    """The ids that come before the user's first words, whatever those are."""
-    first, second = (engine.render(messages(system, compose(documents, word))).ids for word in ("0", "x"))
-    return first[: common_prefix(first, second)]
 
 
 def open_conversation(

@@ -19,7 +19,7 @@ from longchat_cli.errors import UsageError
 from longchat_cli.terminal import Console, Interrupts, is_tty, open_output
 
 if TYPE_CHECKING:
-    from longchat_cli.ask import Answer, MakeFinder, Open
+    from longchat_cli.ask import Answer, MakeFinder, Open, Request
     from longchat_cli.documents import Collection
 
 EPILOG = """\b
@@ -392,7 +392,7 @@ def ask(
 def _answer_all(
     opener: Open,
     collection: Collection,
-    request: Any,
+    request: Request,
     console: Console,
     output: str | None,
     as_json: bool,
@@ -401,7 +401,9 @@ def _answer_all(
     from longchat_cli import ask as asking
 
     interrupts = Interrupts()
-    show = (lambda engine, prompt: click.echo(engine.show(prompt), err=True)) if show_prompt else None
+    show = (
+        (lambda engine, prompt: click.echo(engine.assembler.show(prompt), err=True)) if show_prompt else None
+    )
     with open_output(output) as out:
         emit = (lambda text: None) if as_json else out.write
         answers = asking.ask(
@@ -534,6 +536,101 @@ def models_default(name: str | None) -> None:
         return
     catalog.set_default(name)
     _console().notice(f"the default model is {catalog.default()}")
+
+
+@cli.command("eval", cls=MethodCommand)
+@click.argument("task")
+@click.option(
+    "--method",
+    "-m",
+    type=Name(["auto", *METHODS]),
+    default="auto",
+    show_default=True,
+    help="What is evaluated.",
+)
+@click.option("--lengths", type=Sizes(), default="2k", show_default=True, help="Tokens per text: 4k,16k,64k.")
+@click.option("--n", type=int, default=20, show_default=True, help="Questions at each length.")
+@click.option("--per-text", type=int, help="Questions over one text. [default: the task's own number]")
+@click.option("--data", multiple=True, metavar="FILE", help="Books or records to use; repeatable.")
+@click.option(
+    "--overflow", type=Name(["error", "force"]), default="error", show_default=True, help="As for `ask`."
+)
+@click.option("--max-tokens", type=Size(), default=32, show_default=True, help="Longest answer.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="The same seed gives the same questions."
+)
+@click.option("--json", "as_json", is_flag=True, help="Every sample and the totals, as JSON.")
+@model_options
+def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bool, **params: Any) -> None:
+    """Measure a method on a task whose answers are known.
+
+    \b
+    needle      one magic number in each text
+    lookalike   ten magic numbers of different keys in one text
+    varied      twenty differently worded facts in one text
+    reworded    ten facts in one text, asked in other words
+    lines       the value of one line among many
+    naturalqa   natural questions, passages planted in a book (--data)
+    perplexity  perplexity by position of a book (--data)
+    """
+    from pathlib import Path
+
+    from longchat_cli.ask import Request
+    from longchat_cli.evaluation import run as running
+    from longchat_cli.sampling import Sampling
+
+    console = _console()
+    options = running.Options(
+        lengths=params["lengths"],
+        n=params["n"],
+        seed=params["seed"],
+        data=tuple(map(Path, params["data"])),
+        per_text=params["per_text"],
+    )
+    request = Request(
+        (), None, method, method_options, params["overflow"], Sampling(max_tokens=params["max_tokens"])
+    )
+    subject = _subject(_opener(_take(params, MODEL), console), request, console)
+    with console.progress(task) as bar:
+        result = running.run(task, subject, options, bar or (lambda done, total: None))
+    result |= {"method": method, "options": method_options}
+    if as_json:
+        click.echo(json.dumps(result, ensure_ascii=False))
+        return
+    for total in result["totals"]:
+        shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in total.items()}
+        click.echo("  ".join(f"{key} {value}" for key, value in shown.items() if not isinstance(value, list)))
+
+
+def _subject(opener: Open, request: Request, console: Console) -> Any:
+    """What `evaluation` asks: the whole of `ask` for questions, the decoder itself for perplexity."""
+    from longchat_cli import ask as asking
+    from longchat_cli.documents import Collection, Document
+    from longchat_cli.evaluation.run import Answer, Subject
+
+    quiet, interrupts = Console(quiet=True), Interrupts()
+    finder = _finder_maker(quiet)
+    reading = ("full", {}) if request.method == "auto" else (request.method, request.options)
+    engine: Any = opener(*reading)
+
+    def answer(text: str, questions: Sequence[str]) -> list[Answer]:
+        asked = dataclasses.replace(request, questions=tuple(questions))
+        collection = Collection([Document("text", text)], [])
+        replies = []
+        for reply in asking.ask(opener, finder, collection, asked, lambda text: None, quiet, interrupts):
+            if reply.cancelled:
+                raise KeyboardInterrupt
+            passages = tuple(passage["text"] for passage in reply.passages)
+            replies.append(Answer(reply.answer, passages, {**reply.coverage, "method": reply.method}))
+        return replies
+
+    def forward() -> Callable[[Sequence[int]], Any]:
+        import torch
+
+        cache = engine.decoder.new_cache(engine.method)
+        return lambda ids: engine.decoder.forward(torch.tensor(list(ids)), cache, logits=len(ids))
+
+    return Subject(engine.count, answer, engine.tokenizer.encode, forward)
 
 
 @cli.command("doctor")
