@@ -30,7 +30,11 @@ class Turn:
         """x [heads, n, dim] with row i at positions[i], float64: each plane a complex number."""
         x = x.double().clone()
         places = list(range(2 * self.planes))
-        a, b = (places[::2], places[1::2]) if self.interleaved else (places[: self.planes], places[self.planes :])
+        a, b = (
+            (places[::2], places[1::2])
+            if self.interleaved
+            else (places[: self.planes], places[self.planes :])
+        )
         angles = torch.tensor([[p * f for f in self.frequencies()] for p in positions], dtype=torch.float64)
         turned = torch.complex(x[..., a], x[..., b]) * torch.polar(torch.ones_like(angles), angles)
         x[..., a], x[..., b] = turned.real, turned.imag
@@ -74,7 +78,7 @@ def window_keys(length: int, window: int) -> list[list[Key]]:
 
 
 def sink_keys(length: int, sinks: int, window: int) -> list[list[Key]]:
-    """StreamingLLM as published: keys are rotated at their index in the cache, the query at the last index."""
+    """StreamingLLM as published: keys rotated at their index in the cache, the query at the last."""
     rows = []
     for t in range(length):
         kept = [j for j in range(t + 1) if j < sinks or t - j < window]
@@ -94,7 +98,7 @@ def cca(
     per_head: bool,
     pool: str,
 ) -> Tensor:
-    """CCA-Attention in the paper's own 1-based terms: cores i <= (t - s) / g, raw j > t - s - (t - s) mod g."""
+    """CCA-Attention in the paper's 1-based terms: cores i <= (t - s) / g, raw j > t - s - (t - s) mod g."""
     heads, length, _ = q.shape
     r = heads // k.shape[0]
     q, k = turn(q, range(length)), turn(k, range(length))
@@ -164,7 +168,9 @@ def infllm(
         scores = []
         for marks in stands_for:
             far = turn(q[:, first : first + size], [local] * size).mean(1)
-            of_head = [k[h // (heads // groups), marks[h // (heads // groups)]].double() for h in range(heads)]
+            of_head = [
+                k[h // (heads // groups), marks[h // (heads // groups)]].double() for h in range(heads)
+            ]
             scores.append(sum(float((keys @ far[h]).sum()) for h, keys in enumerate(of_head)))
         order = sorted(range(len(scores)), key=lambda b: -scores[b])[:topk]
         fetched.append(sorted(order))
@@ -208,10 +214,7 @@ def recycled(
         logits, _ = logits_of(q, k, turn, scale, full_keys(t + 1)[t], t)
         weights = torch.softmax(logits, -1).view(groups, -1, t + 1).amax(1)
         pooled = torch.stack(
-            [
-                weights[:, max(j - (kernel - 1) // 2, 0) : j + kernel // 2 + 1].amax(-1)
-                for j in range(t + 1)
-            ],
+            [weights[:, max(j - (kernel - 1) // 2, 0) : j + kernel // 2 + 1].amax(-1) for j in range(t + 1)],
             dim=-1,
         )
         count = max((t + 1) // share, 1)

@@ -24,7 +24,13 @@ TURNS = {
     "partial-interleaved": lambda dim: oracle.Turn(dim // 4, interleaved=True),
 }
 # Each shape with two ropes, each rope with at least one shape.
-CASES = [("gqa", "half"), ("gqa", "interleaved"), ("mha", "partial"), ("mqa", "half"), ("mqa", "partial-interleaved")]
+CASES = [
+    ("gqa", "half"),
+    ("gqa", "interleaved"),
+    ("mha", "partial"),
+    ("mqa", "half"),
+    ("mqa", "partial-interleaved"),
+]
 
 
 @pytest.fixture(params=CASES, ids="-".join)
@@ -102,7 +108,9 @@ def test_window(case, window):
         assert layer.visible() == min(40, window)
 
 
-@pytest.mark.parametrize(("sinks", "window"), [(4, 9), (4, 1), (1, 36), (0, 9), (4, 36), (4, 37), (9, 3), (50, 5)])
+@pytest.mark.parametrize(
+    ("sinks", "window"), [(4, 9), (4, 1), (1, 36), (0, 9), (4, 36), (4, 37), (9, 3), (50, 5)]
+)
 def test_sink_equals_in_cache_positions(case, sinks, window):
     heads, groups, dim, turn = case
     q, k, v = tensors(heads, groups, dim, 40)
@@ -159,10 +167,22 @@ def test_cca(case, pool, cores, sinks):
 
 
 @pytest.mark.parametrize(
-    ("g", "s", "sinks"), [(1, 1, 0), (1, 5, 2), (3, 1, 0), (5, 7, 4), (5, 7, 5), (5, 7, 6), (4, 40, 4), (4, 4, 30), (16, 8, 4), (64, 8, 4)]
-)  # fmt: skip
+    ("g", "s", "sinks"),
+    [
+        (1, 1, 0),
+        (1, 5, 2),
+        (3, 1, 0),
+        (5, 7, 4),
+        (5, 7, 5),
+        (5, 7, 6),
+        (4, 40, 4),
+        (4, 4, 30),
+        (16, 8, 4),
+        (64, 8, 4),
+    ],
+)
 def test_cca_boundaries(g, s, sinks):
-    """Groups of one, windows smaller than groups, sinks that fill groups or outgrow the window, no core yet."""
+    """Groups of one, windows below a group, sinks that fill groups or outgrow the window, no core yet."""
     q, k, v = tensors(6, 2, 16, 40)
     turn = oracle.Turn(8)
     options = {"group": g, "local": s, "sinks": sinks, "cores": "head"}
@@ -216,7 +236,9 @@ def test_infllm_blocks_leave_and_memory_is_counted():
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3])
-@pytest.mark.parametrize(("share", "stride", "kernel"), [(8, 5, 7), (3, 1, 3), (4, 4, 1), (16, 50, 5), (2, 3, 4)])
+@pytest.mark.parametrize(
+    ("share", "stride", "kernel"), [(8, 5, 7), (3, 1, 3), (4, 4, 1), (16, 50, 5), (2, 3, 4)]
+)
 def test_recycled(case, share, stride, kernel, tau):
     heads, groups, dim, turn = case
     q, k, v = tensors(heads, groups, dim, 46, seed=stride)
@@ -263,16 +285,22 @@ def test_learned_sinks_and_softcap_reach_every_method(name):
         layer = layer_of(name, {}, turn)
         whole = layer.attend(q, k, v, 0.25, False, **extra)
         layer = layer_of(name, {}, turn)
-        parts = [layer.attend(*(x[:, i : i + 5] for x in (q, k, v)), 0.25, False, **extra) for i in range(0, 20, 5)]
+        parts = [
+            layer.attend(*(x[:, i : i + 5] for x in (q, k, v)), 0.25, False, **extra) for i in range(0, 20, 5)
+        ]
         assert torch.allclose(whole, torch.cat(parts, dim=1), atol=1e-5)
         outs.append(whole)
     assert (outs[0] - outs[1]).abs().max() > 1e-3
     assert (outs[0] - outs[2]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 2.0}, {"sinks": torch.tensor([3.0, -2.0, 0.0, 1.0, 4.0, -5.0])}], ids=["softcap", "sinks"])
+@pytest.mark.parametrize(
+    "extra",
+    [{"softcap": 2.0}, {"sinks": torch.tensor([3.0, -2.0, 0.0, 1.0, 4.0, -5.0])}],
+    ids=["softcap", "sinks"],
+)
 def test_recycled_ranks_by_what_the_model_attends_to(extra):
-    """Its choice after a prompt is the one an observed full step would make, softcap and learned sinks included."""
+    """Its choice after a prompt is that of an observed full step, softcap and learned sinks included."""
     q, k, v = tensors(6, 2, 16, 31)
     chosen = []
     for full_step in (False, True):
@@ -385,7 +413,7 @@ def test_rolling_back_copies_nothing():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_layer_snapshots_leave_no_trace(name):
-    """Marks before and after evictions, restored in any order, twice; the run goes on as if nothing had been."""
+    """Marks before and after evictions, restored in any order, twice: as if nothing had been."""
     turn = oracle.Turn(8)
     options = SMALL.get(name, {})
     q, k, v = (turn(x, range(90)).float() for x in tensors(4, 2, 16, 90))

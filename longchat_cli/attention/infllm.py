@@ -32,7 +32,7 @@ ACCUMULATE = Observe(rows="sum", heads="sum")
 
 @dataclass(frozen=True)
 class InfLLM(Method):
-    """InfLLM section 3; published defaults n_init 128, n_local 4096, block 128, topk 16, representatives 4."""
+    """InfLLM section 3; the published defaults, to be scaled to the model's window."""
 
     summary = "InfLLM: blocks of older text fetched by representative keys, as published"
     keeps = "every token, in blocks in host memory; --init and --local tokens near"

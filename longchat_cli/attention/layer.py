@@ -26,8 +26,8 @@ from longchat_cli.kernels import Bound, Observe, Rotation, Span
 @dataclass(frozen=True)
 class Step:
     """The new tokens of one call: q [heads, rows, dim] and k, v [KV heads, rows, dim], rotated at their true
-    positions first, first + 1, ...; `decoding` is false while a prompt is read. `scale`, `softcap` and learned
-    `sinks` shape logits as in `kernels.attend`."""
+    positions first, first + 1, ...; `decoding` is false while a prompt is read. `scale`, `softcap` and the
+    learned `sinks` shape logits as in `kernels.attend`."""
 
     q: Tensor
     k: Tensor
@@ -256,7 +256,7 @@ def causal(buffer: KVBuffer, new: Step, start: Bound = 0, observe: Observe | Non
 
 
 class Cache:
-    """A model's state: a layer each, None where the model keeps its own (`foreign`: sliding, conv, linear)."""
+    """A model's state: a layer each, None where the model keeps its own (`foreign`: sliding, linear ...)."""
 
     def __init__(self, layers: Sequence[Layer | None]) -> None:
         self.layers = list(layers)

@@ -44,9 +44,9 @@ def attend(
         for query, span in zip(queries, spans, strict=True)
         for low, high in _cuts(span, q.shape[1])
     ]
-    if sinks is not None:
-        lse = sinks.float().view(-1, 1).expand(q.shape[:2])
-        parts.append((q.new_zeros(*q.shape[:2], spans[0].v.shape[-1]), lse))
+    if sinks is not None or not parts:
+        lse = torch.full((len(q),), NEVER) if sinks is None else sinks.float()
+        parts.append((q.new_zeros(*q.shape[:2], spans[0].v.shape[-1]), lse.view(-1, 1).expand(q.shape[:2])))
     out, total = _merge(parts)
     scores = [
         None if span.observe is None else _scores(query, span, total, scale, spans)
@@ -77,17 +77,23 @@ def _range(q: Tensor, span: Span, low: int, high: int, scale: float) -> tuple[Te
     heads, rows, dim = q.shape
     groups = span.k.shape[0]
     shape = (groups, heads // groups, high - low, dim)
-    k, v = (x[:, low:high].unsqueeze(1).expand(shape) for x in (span.k, span.v))
+    k, v = (_dense_rows(x[:, low:high]).unsqueeze(1).expand(shape) for x in (span.k, span.v))
     mask = _mask(span, rows, low, high, q.device)
     bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, NEVER)
+    grouped = _dense_rows(q).reshape(groups, heads // groups, rows, dim)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.reshape(groups, heads // groups, rows, dim), k, v, 0.0, False, attn_mask=bias, scale=scale
+        grouped, k, v, 0.0, False, attn_mask=bias, scale=scale
     )
     lse = lse.reshape(heads, rows)
     if mask is not None:
         # A row that sees none of these keys comes back with log-sum-exp 0.
         lse = lse.masked_fill(~mask.any(dim=-1).view(1, -1), NEVER)
     return out.reshape(heads, rows, dim), lse
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """The kernel takes any strides but the last, which it believes to be 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _mask(span: Span, rows: int, low: int, high: int, device: torch.device) -> Tensor | None:
