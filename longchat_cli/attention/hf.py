@@ -42,18 +42,15 @@ class Slot(CacheLayerMixin):
     def __init__(self, layer: Layer, decoding: bool | None) -> None:
         super().__init__()
         self.layer, self.decoding = layer, decoding
-        self.waiting = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        self.waiting = True
         kwargs.get("kwargs", {})["slot"] = self
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, **extra: Any) -> Tensor:
-        self.waiting = False
         # `generate` does not say whether it reads or decodes: a lone token after others is decoding.
         lone = q.shape[1] == 1 and self.layer.seen > 0
         decoding = lone if self.decoding is None else self.decoding
@@ -132,9 +129,16 @@ class HFDecoder:
                 "it does not use transformers' attention interface",
                 "choose another model",
             )
+        config = model.config.get_text_config(decoder=True)
+        if any(str(mode).startswith("reuse") for mode in getattr(config, "kv_sharing_modes", None) or ()):
+            raise BadInput(
+                f"{type(model).__name__} is not supported",
+                "its layers share their keys with other layers",
+                "choose another model",
+            )
         self.model = model.eval()
         model.set_attn_implementation(NAME)
-        self.config = model.config.get_text_config(decoder=True)
+        self.config = config
         self.layers = self.config.num_hidden_layers
         self.vocab_size = self.config.vocab_size
         self.window = int(getattr(self.config, "max_position_embeddings", 0) or 2048)
@@ -174,13 +178,14 @@ class HFDecoder:
                 use_cache=True,
                 logits_to_keep=max(logits, 1),
             )
-        if any(isinstance(layer, Slot) and layer.waiting for layer in view.layers):
+        cache.seen += len(ids)
+        # gpt_neox does not pass on what the cache leaves in the arguments.
+        if any(layer.seen != cache.seen for layer in cache.own()):
             raise BadInput(
                 f"{type(self.model).__name__} is not supported",
-                "its attention does not pass the cache's arguments on",
+                "not every layer's attention goes through its own cache",
                 "choose another model",
             )
-        cache.seen += len(ids)
         return out.logits[0, -logits:].float() if logits else out.logits[0, :0].float()
 
     def read(self, ids: Tensor, cache: Cache, depth: int) -> None:

@@ -1,7 +1,7 @@
 """A lean forward for Llama-like decoders: torch alone, no transformers, straight from the ready form.
 
 Serves RMSNorm, rotary positions, grouped queries, a gated SiLU MLP, optional biases and QK-norm (Llama,
-SmolLM, Mistral, Qwen2, Qwen3). Prompts run on bfloat16 weights, decoding on packed low-bit ones where present.
+SmolLM, Mistral, Qwen2, Qwen3). Prompts run on bfloat16 weights, decoding on packed low-bit ones if present.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: dict[str, Any]) -> Rope:
-    """The model's rotation; Llama 3's scaling stretches the long wavelengths (transformers' rope_type llama3)."""
+    """The model's rotation; Llama 3 scaling stretches long wavelengths (transformers' rope_type llama3)."""
     parameters = _rope_parameters(config)
     frequencies = default_frequencies(_head_dim(config), float(parameters["rope_theta"]))
     if parameters["rope_type"] != "llama3":

@@ -1,4 +1,4 @@
-"""Finding by the model's own attention: keys of retrieval heads are the index, a question's queries search it.
+"""Finding by the model's own attention: keys of retrieval heads are the index a question's queries search.
 
 A document is read in independent windows; the keys of the chosen heads are kept unrotated in int8, no values.
 A question's queries meet every key at one fixed distance; each question token and head takes a softmax over
