@@ -111,8 +111,9 @@ def fresh(name: str) -> PreTrainedModel:
 
 
 def build(config: str, **options: Any) -> PreTrainedModel:
-    """A random model of transformers' `<config>Config`, in float32 with eager attention."""
-    made = getattr(transformers, f"{config}Config")(**{**SIZES, **options})
+    """A random model of transformers' `<config>Config`, in float32, eager; an option of `...` is left out."""
+    given = {name: value for name, value in {**SIZES, **options}.items() if value is not ...}
+    made = getattr(transformers, f"{config}Config")(**given)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         built = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="eager")
