@@ -5,6 +5,7 @@ Plain functions over the `Engine` protocol; whatever opens a model or builds a s
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -147,8 +148,12 @@ def compose(documents: Sequence[Document], question: str) -> Message:
     for document in documents:
         if len(documents) > 1 and not document.header:  # files of a folder come with theirs
             parts.append(Text(f"{document.name}\n"))
-        parts += [Text(document.text, document.name), Text("\n\n")]
+        parts += [Text(_body(document), document.name), Text("\n\n")]
     return Message("user", (*parts, Text(question)))
+
+
+def _body(document: Document) -> str:
+    return document.text.rstrip("\n")
 
 
 def messages(system: str | None, user: Message) -> list[Message]:
@@ -211,7 +216,8 @@ class _Session:
     ) -> None:
         self.engine, self.documents, self.request = engine, documents, request
         self.emit, self.console, self.interrupts, self.show = emit, console, interrupts, show
-        self.total = sum(engine.count(document.text) for document in documents)
+        self.warned = False
+        self.total = sum(engine.count(_body(document)) for document in documents)
         self.room = engine.info.window - request.sampling.max_tokens
         """Tokens a prompt may have so that the answer fits the trained window too."""
 
@@ -304,18 +310,16 @@ class _Session:
 
     def _watch(self, bar: Progress | None, method: str) -> Progress | None:
         """Progress that warns, once and as soon as it is known, that the method forgets what it reads."""
-        if method in ("full", "recall"):
-            return bar
         from longchat_cli.attention import method_class
 
         forgets = method_class(method).forgets
-        warned = forgets.startswith("nothing")
+        if self.warned or forgets.startswith("nothing"):
+            return bar
 
         def update(done: int, total: int) -> None:
-            nonlocal warned
-            coverage = self.engine.coverage() if not warned else None
-            if coverage and coverage.forgotten:
-                warned = True
+            coverage = self.engine.coverage()
+            if coverage.forgotten and not self.warned:
+                self.warned = True
                 self.console.warn(
                     f"{method} sees {coverage.visible:,} of {max(self.total, total):,} tokens at a time; "
                     f"it forgets {forgets}; `--method recall` finds passages anywhere"
@@ -365,7 +369,8 @@ class _Session:
 
     def _cut(self, passage: Found) -> Text:
         document = self.documents[passage.document]
-        return Text(document.text[passage.begin : passage.end], document.name, passage.begin)
+        text = document.text[passage.begin : passage.end].rstrip("\n")
+        return Text(text, document.name, passage.begin)
 
     def _describe(self, passage: Found) -> dict[str, Any]:
         document = self.documents[passage.document]
@@ -388,7 +393,7 @@ def _names(names: Sequence[str], most: int = 3) -> str:
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
-class _Planned:
+class PlannedFinder:
     """A finder with its options decided."""
 
     def __init__(self, finder: Any, plan: Any, by: Any) -> None:
@@ -397,10 +402,14 @@ class _Planned:
     def find(self, question: str, budget: int) -> Sequence[Any]:
         return self._finder.read(question, budget, self._plan, self._by)
 
+    def rank(self, question: str, k: int) -> Sequence[Any]:
+        """The `k` best passages, best first."""
+        return self._finder.rank(question, k, self._by)
+
 
 def local_finder(
     engine: Any, documents: Sequence[Document], options: Mapping[str, Any], console: Console
-) -> Finder:
+) -> PlannedFinder:
     """The search index of `recall` over an engine in this process, with the method's options.
 
     `semantic` pulls the sentence encoder when it is not here; `fused` uses it when it is.
@@ -426,17 +435,18 @@ def local_finder(
         default.margin if chosen.margin < 0 else chosen.margin,
         default.order,
     )
-    return _Planned(ranker, plan, chosen.find)
+    return PlannedFinder(ranker, plan, chosen.find)
 
 
 def _attention_index(engine: Any, documents: Sequence[Document], console: Console) -> Any:
     """Keys of the model's retrieval heads over the documents; the heads are found by a self-test."""
+    from longchat_cli.prose import prose
     from longchat_cli.recall.heads import AttentionIndex, calibrate
     from longchat_cli.recall.passages import split_sentences
 
-    text = documents[0].text[:12_000]
-    prose = [text[begin:end] for begin, end in split_sentences(text)[0].tolist()]
-    heads = calibrate(engine.decoder, engine.tokenizer.encode, prose)
+    text = prose(8_000, random.Random(0))
+    sentences = [text[begin:end] for begin, end in split_sentences(text)[0].tolist()]
+    heads = calibrate(engine.decoder, engine.tokenizer.encode, sentences)
     ids = [id for document in documents for id in engine.tokenizer.encode(document.text)]
     with console.progress("reading") as bar:
         return AttentionIndex.read(engine.decoder, ids, heads, bar)

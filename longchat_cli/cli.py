@@ -559,6 +559,7 @@ def models_default(name: str | None) -> None:
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="The same seed gives the same questions."
 )
+@click.option("--rank-only", is_flag=True, help="Find passages and write no answers (recall).")
 @click.option("--json", "as_json", is_flag=True, help="Every sample and the totals, as JSON.")
 @model_options
 def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bool, **params: Any) -> None:
@@ -572,11 +573,13 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     lines       the value of one line among many
     naturalqa   natural questions, passages planted in a book (--data)
     perplexity  perplexity by position of a book (--data)
+    stream      step time and bytes held along one stream
     """
     from pathlib import Path
 
     from longchat_cli.ask import Request
     from longchat_cli.evaluation import run as running
+    from longchat_cli.evaluation import subject as evaluated
     from longchat_cli.sampling import Sampling
 
     console = _console()
@@ -590,7 +593,8 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     request = Request(
         (), None, method, method_options, params["overflow"], Sampling(max_tokens=params["max_tokens"])
     )
-    subject = _subject(_opener(_take(params, MODEL), console), request, console)
+    opener = _opener(_take(params, MODEL), console)
+    subject = evaluated.subject(opener, request, Console(quiet=True), Interrupts(), params["rank_only"])
     with console.progress(task) as bar:
         result = running.run(task, subject, options, bar or (lambda done, total: None))
     result |= {"method": method, "options": method_options}
@@ -600,37 +604,6 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     for total in result["totals"]:
         shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in total.items()}
         click.echo("  ".join(f"{key} {value}" for key, value in shown.items() if not isinstance(value, list)))
-
-
-def _subject(opener: Open, request: Request, console: Console) -> Any:
-    """What `evaluation` asks: the whole of `ask` for questions, the decoder itself for perplexity."""
-    from longchat_cli import ask as asking
-    from longchat_cli.documents import Collection, Document
-    from longchat_cli.evaluation.run import Answer, Subject
-
-    quiet, interrupts = Console(quiet=True), Interrupts()
-    finder = _finder_maker(quiet)
-    reading = ("full", {}) if request.method == "auto" else (request.method, request.options)
-    engine: Any = opener(*reading)
-
-    def answer(text: str, questions: Sequence[str]) -> list[Answer]:
-        asked = dataclasses.replace(request, questions=tuple(questions))
-        collection = Collection([Document("text", text)], [])
-        replies = []
-        for reply in asking.ask(opener, finder, collection, asked, lambda text: None, quiet, interrupts):
-            if reply.cancelled:
-                raise KeyboardInterrupt
-            passages = tuple(passage["text"] for passage in reply.passages)
-            replies.append(Answer(reply.answer, passages, {**reply.coverage, "method": reply.method}))
-        return replies
-
-    def forward() -> Callable[[Sequence[int]], Any]:
-        import torch
-
-        cache = engine.decoder.new_cache(engine.method)
-        return lambda ids: engine.decoder.forward(torch.tensor(list(ids)), cache, logits=len(ids))
-
-    return Subject(engine.count, answer, engine.tokenizer.encode, forward)
 
 
 @cli.command("doctor")

@@ -1,0 +1,135 @@
+"""An engine without a model, for tests of what stands on engines: real prompts, scripted answers.
+
+Run as a program it is `longchat` over that engine: `python fakes.py TOKENIZER_DIR DELAY ARGUMENT...`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
+from longchat_cli.prompt import Assembler, Message, Prompt
+from longchat_cli.sampling import Sampling
+from longchat_cli.tokens import Tokenizer
+
+CHUNK = 16
+
+
+class FakeEngine:
+    """Answers `You said: ...` with the user's last text. `ids` is the state, `read` counts prefilled ids."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        method: str = "full",
+        options: Mapping[str, Any] | None = None,
+        window: int = 512,
+        delay: float = 0.0,
+    ) -> None:
+        self.tokenizer, self.assembler = tokenizer, Assembler(tokenizer)
+        self.options, self.delay = dict(options or {}), delay
+        self.info = EngineInfo("fake", window, method, "cpu", "float32", "0", frozenset())
+        self.ids: list[int] = []
+        self.read = 0
+        self.failure: Exception | None = None
+        self.reply: Callable[[str], str] = lambda said: f"You said: {said}"
+
+    def count(self, text: str) -> int:
+        return len(self.tokenizer.encode(text))
+
+    def render(self, messages: Sequence[Message], *, answer: bool = True) -> Prompt:
+        return self.assembler.render(messages, answer=answer)
+
+    def render_turn(self, message: Message) -> Prompt:
+        return self.assembler.turn(message)
+
+    def prefill(
+        self, ids: Sequence[int], progress: Progress | None = None, cancel: Callable[[], bool] | None = None
+    ) -> int:
+        done = 0
+        while done < len(ids) and not (cancel and cancel()):
+            part = ids[done : done + CHUNK]
+            self.ids += part
+            self.read += len(part)
+            done += len(part)
+            time.sleep(self.delay)
+            if self.failure:
+                raise self.failure
+            if progress:
+                progress(done, len(ids))
+        return done
+
+    def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
+        decoder = self.tokenizer.decoder()
+        answer = self.tokenizer.encode(self.reply(self.said()))
+        for id in answer[: sampling.max_tokens]:
+            if cancel and cancel():
+                yield Piece(decoder.flush(), stop="cancelled")
+                return
+            time.sleep(self.delay)
+            self.ids.append(id)
+            yield Piece(decoder.push(id), (id,))
+        yield Piece(decoder.flush(), stop="eos" if len(answer) <= sampling.max_tokens else "length")
+
+    def said(self) -> str:
+        """The last user's text in the state, its last paragraph."""
+        text = self.assembler.show(Prompt(self.ids)).split("user\n")[-1]
+        return text.split("⟦")[0].split("\n\n")[-1]
+
+    def coverage(self) -> Coverage:
+        budget = len(self.ids)
+        if self.info.method == "sink":
+            budget = self.options.get("sinks", 4) + self.options.get("window", 1020)
+        visible = min(len(self.ids), budget)
+        return Coverage(len(self.ids), visible, len(self.ids) - visible, 8 * visible)
+
+    def snapshot(self) -> Any:
+        return list(self.ids)
+
+    def restore(self, mark: Any) -> None:
+        self.ids = list(mark)
+
+    def reset(self) -> None:
+        self.ids = []
+
+    def save(self, path: Path) -> None:
+        raise NotImplementedError
+
+    def load(self, path: Path) -> None:
+        raise NotImplementedError
+
+
+class Opener:
+    """An `Open` that remembers the engines it made."""
+
+    def __init__(self, tokenizer: Tokenizer, window: int = 512, delay: float = 0.0) -> None:
+        self.tokenizer, self.window, self.delay = tokenizer, window, delay
+        self.engines: list[FakeEngine] = []
+
+    def __call__(self, method: str, options: Mapping[str, Any]) -> FakeEngine:
+        engine = FakeEngine(self.tokenizer, method, options, self.window, self.delay)
+        self.engines.append(engine)
+        return engine
+
+    @property
+    def last(self) -> FakeEngine:
+        return self.engines[-1]
+
+
+def install(opener: Opener, patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let the command line use the fake."""
+    from longchat_cli import local
+
+    patch(local, "open_engine", lambda model, method, options, *rest: opener(method, options))
+    patch(local, "with_method", lambda engine, method, options=None: opener(method, options or {}))
+
+
+if __name__ == "__main__":
+    from longchat_cli.__main__ import main
+
+    install(Opener(Tokenizer.from_dir(sys.argv[1]), window=2048, delay=float(sys.argv[2])))
+    sys.exit(main(sys.argv[3:]))
