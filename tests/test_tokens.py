@@ -318,8 +318,8 @@ def test_streaming_incomplete_character(every):
 @pytest.mark.parametrize("character", [" ", "\n", "a", "!", "漢", "\x85", "é"])
 def test_huge_runs_neither_crash_nor_grow_quadratically(every, kind, character):
     begun = time.perf_counter()
-    ids = every[kind].encode(character * 400_000)
-    assert every[kind].decode(ids) == character * 400_000
+    ids = every[kind].encode(character * 150_000)
+    assert every[kind].decode(ids) == character * 150_000
     assert time.perf_counter() - begun < 20
 
 
