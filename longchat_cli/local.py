@@ -82,7 +82,7 @@ class LocalEngine:
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
-        decoder, matcher = self.tokenizer.decoder(), StopMatcher(sampling.stop)
+        decoder, matcher = self.tokenizer.decoder(), StopMatcher((*sampling.stop, *self.assembler.stops))
         for count in range(sampling.max_tokens + 1):
             if count == sampling.max_tokens or (cancel and cancel()):
                 tail, _ = matcher.feed(decoder.flush())
