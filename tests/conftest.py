@@ -133,3 +133,14 @@ def write_tiny_tokenizer(directory: Path) -> None:
         "chat_template": CHATML,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors are slower on more threads, by far on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

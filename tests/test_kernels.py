@@ -14,6 +14,7 @@ from longchat_cli import kernels
 from longchat_cli.errors import UsageError
 from longchat_cli.kernels import Observe, Rotation, Span, flash_cpu, reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [1, 2, 7, 63, 64, 100]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

@@ -15,6 +15,7 @@ from longchat_cli.attention.layer import Cache, KVBuffer, Layer
 from longchat_cli.attention.rope import Rope, probe
 from longchat_cli.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-4
 SHAPES = {"gqa": (6, 2, 16), "mha": (2, 2, 32), "mqa": (4, 1, 16)}
 TURNS = {

@@ -78,7 +78,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": _plain("Olmo2"),
     "granite": _plain("Granite", attention_multiplier=0.2, logits_scaling=2.0, residual_multiplier=0.7),
     "smollm3": Architecture("SmolLM3", {"no_rope_layers": [1, 0]}, ("half 4", None)),
-    "opt": _plain("OPT", None, ffn_dim=40, word_embed_proj_dim=32),
+    "opt": _plain("OPT", "no", ffn_dim=40, word_embed_proj_dim=32),
     "gemma2": Architecture("Gemma2", _hybrid("sliding", "full"), ("own", "half 4")),
     "gemma3": Architecture("Gemma3Text", _hybrid("sliding", "full", "full"), ("own", "half 4", "half 4")),
     "cohere2": Architecture("Cohere2", _hybrid("sliding", "full"), ("own", None)),
@@ -111,7 +111,7 @@ def fresh(name: str) -> PreTrainedModel:
 
 
 def build(config: str, **options: Any) -> PreTrainedModel:
-    """A random model of transformers' `<config>Config`, in float32, eager; an option of `...` is left out."""
+    """A random float32 model of transformers' `<config>Config`, eager; an option of `...` is left out."""
     given = {name: value for name, value in {**SIZES, **options}.items() if value is not ...}
     made = getattr(transformers, f"{config}Config")(**given)
     with torch.random.fork_rng():

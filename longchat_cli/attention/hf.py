@@ -170,7 +170,8 @@ class HFDecoder:
         """Read token ids int64 [rows] after what `cache` holds; float32 logits [min(logits, rows), vocab]."""
         view = transformers_cache(cache, cache.decoding)
         positions = torch.arange(cache.seen, cache.seen + len(ids), device=self.device).unsqueeze(0)
-        with torch.inference_mode():
+        # Not inference mode: `generate` may go on with this cache outside of it.
+        with torch.no_grad():
             out = self.model(
                 input_ids=ids.to(self.device).unsqueeze(0),
                 position_ids=positions,
@@ -201,7 +202,7 @@ class HFDecoder:
         cache = self.new_cache(Full())
         view = transformers_cache(cache)
         token = torch.tensor([[self.vocab_size // 2]], device=self.device)
-        with torch.inference_mode():
+        with torch.no_grad():
             self.model(
                 input_ids=token,
                 position_ids=torch.tensor([[position]], device=self.device),

@@ -1,0 +1,431 @@
+"""The matrix method x architecture: what must hold for every method on every model that transformers builds.
+
+A new method joins by its line in the registry. Where an invariant is not defined, `UNDEFINED` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from longchat_cli import state
+from longchat_cli.attention import METHODS, method_class
+from longchat_cli.attention.hf import HFDecoder, transformers_cache
+from longchat_cli.attention.layer import Cache, Method
+from longchat_cli.attention.rope import default_frequencies
+from longchat_cli.errors import BadInput, LongchatError, UsageError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LENGTH = 44
+TOLERANCE = 1e-4
+
+SMALL: dict[str, dict[str, Any]] = {
+    "window": {"window": 9},
+    "sink": {"sinks": 3, "window": 9},
+    "cca": {"group": 4, "local": 6, "sinks": 3},
+    "infllm": {"init": 3, "local": 8, "block": 4, "topk": 2, "representatives": 2},
+    "recycled": {"fraction": 4, "stride": 5},
+}
+"""Options under which a text of LENGTH tokens is beyond the budget; see `small` for methods not named."""
+
+WIDE: dict[str, dict[str, Any]] = {"recycled": {"keep": 4096, "stride": 5}}
+"""Options under which it is within; methods not named have default budgets far above LENGTH."""
+
+BOUNDED = {"window", "sink"}
+CHUNKS, DECODE = "chunks", "decode"
+UNDEFINED: dict[tuple[str, str], str] = {
+    ("infllm", CHUNKS): "the queries of a chunk choose blocks together, so the chunks are part of the result",
+    ("infllm", DECODE): "a decoded token chooses its blocks alone, a prompt's chunk together",
+    ("recycled", DECODE): "decoding sees the small cache between refreshes, reading sees everything",
+}
+
+
+def small(name: str) -> Method:
+    """The method under a budget below LENGTH; unknown methods get every large number cut to 8."""
+    kind = method_class(name)
+    if name in SMALL:
+        return kind.build(SMALL[name])
+    large = [f for f in dataclasses.fields(kind) if isinstance(f.default, int) and f.default > 16]
+    return kind.build({field.name: 8 for field in large})
+
+
+@functools.cache
+def decoder(architecture: str) -> HFDecoder:
+    return HFDecoder(tiny.fresh(architecture))
+
+
+def unfit(method: Method, architecture: str) -> bool:
+    return method.needs_rope and "no" in tiny.ARCHITECTURES[architecture].rope
+
+
+CELLS = [
+    pytest.param(architecture, name, id=f"{architecture}-{name}")
+    for architecture, name in itertools.product(tiny.ARCHITECTURES, METHODS)
+    if not (method_class(name).needs_rope and "no" in tiny.ARCHITECTURES[architecture].rope)
+]
+ALIASES = {
+    name
+    for first, name in itertools.combinations(METHODS, 2)
+    if type(small(first).layer(0, 1, None)) is type(small(name).layer(0, 1, None))
+}
+"""Methods with another one's layer, such as `recall`, which reads with full attention."""
+
+DEEP = {"llama", "gemma2", "lfm2", "gpt-oss"}
+"""What concerns a method's state is checked on these by default, on all with `-m slow`; `full` on all."""
+
+
+def cells_where(invariant: str = "", deep: bool = False) -> Any:
+    """All cells where the invariant is defined."""
+    kept = []
+    for cell in CELLS:
+        architecture, name = cell.values
+        rare = architecture not in DEEP and (name in ALIASES or (deep and name != "full"))
+        if (name, invariant) not in UNDEFINED:
+            kept.append(pytest.param(*cell.values, id=cell.id, marks=[pytest.mark.slow] * rare))
+    return pytest.mark.parametrize(("architecture", "name"), kept)
+
+
+def read(model: HFDecoder, cache: Cache, ids: Tensor, sizes: Sequence[int], decode: bool = False) -> Tensor:
+    """Logits [sum(sizes), vocab] of the next ids, read in calls of these sizes."""
+    cache.decoding = decode
+    out = [model.forward(part, cache, len(part)) for part in ids[: sum(sizes)].split(list(sizes))]
+    return torch.cat(out)
+
+
+def worst(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max())
+
+
+@cells_where()
+def test_within_the_budget_it_is_the_stock_model(architecture, name):
+    """Invariant 1, reading and decoding."""
+    model, ids = decoder(architecture), tiny.tokens(LENGTH)
+    wanted = tiny.stock_logits(architecture, ids)
+    cache = model.new_cache(method_class(name).build(WIDE.get(name, {})))
+    found = [read(model, cache, ids, [LENGTH - 6]), read(model, cache, ids[-6:], [1] * 6, decode=True)]
+    assert worst(torch.cat(found), wanted) <= TOLERANCE
+    assert cache.seen == LENGTH
+    assert cache.visible() == LENGTH
+
+
+@cells_where(CHUNKS)
+def test_chunks_do_not_matter(architecture, name):
+    """Invariant 2, beyond the budget."""
+    model, ids = decoder(architecture), tiny.tokens(LENGTH)
+    whole = read(model, model.new_cache(small(name)), ids, [LENGTH])
+    for size in (1, 7, 64) if architecture == "llama" else (11,):
+        sizes = [min(size, LENGTH - first) for first in range(0, LENGTH, size)]
+        assert worst(read(model, model.new_cache(small(name)), ids, sizes), whole) <= TOLERANCE
+
+
+@cells_where(DECODE)
+def test_decoding_equals_reading(architecture, name):
+    """Invariants 3 and 8: turns of reading and decoding, appended, equal one read of everything."""
+    model, ids = decoder(architecture), tiny.tokens(LENGTH)
+    whole = read(model, model.new_cache(small(name)), ids, [LENGTH])
+    cache = model.new_cache(small(name))
+    turns = [(15, False), (3, True), (14, False), (4, True), (8, False)]
+    found, first = [], 0
+    for count, decode in turns:
+        sizes = [1] * count if decode else [count]
+        found.append(read(model, cache, ids[first:], sizes, decode))
+        first += count
+    assert first == LENGTH
+    assert worst(torch.cat(found), whole) <= TOLERANCE
+
+
+@cells_where(deep=True)
+def test_marks_leave_no_trace(architecture, name):
+    """Invariant 5: rolled back tokens change nothing, from marks before and after evictions, repeatedly."""
+    model, ids = decoder(architecture), tiny.tokens(LENGTH)
+    other = tiny.tokens(LENGTH, seed=1)
+
+    def start() -> Cache:
+        cache = model.new_cache(small(name))
+        read(model, cache, ids, [14])
+        return cache
+
+    def go_on(cache: Cache, first: int, source: Tensor, count: int) -> Tensor:
+        return read(model, cache, source[first:], [1] * count, decode=True)
+
+    plain = start()
+    wanted = go_on(plain, 14, ids, 10)
+    cache = start()
+    early = cache.snapshot()
+    go_on(cache, 14, ids, 6)
+    late = cache.snapshot()
+    for mark, first in ((early, 14), (late, 20), (early, 14)):
+        cache.restore(mark)
+        assert cache.seen == first
+        go_on(cache, first, other, 3)
+        cache.restore(mark)
+        count = 4 if mark is late else 7
+        assert torch.equal(go_on(cache, first, ids, count), wanted[first - 14 : first - 14 + count])
+
+
+@cells_where(deep=True)
+def test_saved_states_go_on_identically(architecture, name, tmp_path):
+    """Invariant 5 through a file; models with layers of their own refuse to be saved."""
+    model, ids = decoder(architecture), tiny.tokens(LENGTH)
+    cache = model.new_cache(small(name))
+    read(model, cache, ids, [20])
+    read(model, cache, ids[20:], [1] * 8, decode=True)
+    path = tmp_path / "state"
+    if tiny.ARCHITECTURES[architecture].hybrid:
+        with pytest.raises(BadInput, match="cannot be saved"):
+            state.save(path, cache, {}, {})
+        assert not path.exists()
+        return
+    state.save(path, cache, {"model": architecture}, {"more": torch.arange(3)})
+    wanted = read(model, cache, ids[28:], [1] * 7, decode=True)
+    again = model.new_cache(small(name))
+    about, extra = state.load(path, again, {"model": architecture})
+    assert about == {"model": architecture}
+    assert extra["more"].tolist() == [0, 1, 2]
+    assert (again.seen, again.visible()) == (28, cache.visible() if name in BOUNDED else again.visible())
+    assert torch.equal(read(model, again, ids[28:], [1] * 7, decode=True), wanted)
+
+
+@cells_where(deep=True)
+def test_generate_is_our_loop(architecture, name):
+    """Invariant 7: transformers' own greedy generation over our cache."""
+    model, prompt = decoder(architecture), tiny.tokens(20)
+    out = model.model.generate(
+        input_ids=prompt.unsqueeze(0),
+        cache=transformers_cache(model.new_cache(small(name))),
+        max_new_tokens=10,
+        do_sample=False,
+    )
+    cache = model.new_cache(small(name))
+    logits = model.forward(prompt, cache)
+    cache.decoding = True
+    ours = []
+    for _ in range(10):
+        ours.append(int(logits[-1].argmax()))
+        logits = model.forward(torch.tensor(ours[-1:]), cache)
+    assert out[0, 20:].tolist() == ours
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_memory_is_counted_and_flat_where_promised(architecture, name):
+    """Invariant 6: bytes of the storages held, measured against every tensor reachable from the cache."""
+    model = decoder(architecture)
+    method = small(name)
+    budget, length = 12, 4000
+    cache = model.new_cache(method)
+    held = []
+    for step in range(length // 100):
+        model.forward(tiny.tokens(100, seed=step), cache)
+        assert cache.bytes() == reachable(cache.layers), "everything held is counted"
+        held.append(cache.bytes())
+    per_token = 2 * 2 * 8 * 4 * len(cache.own())  # k and v, KV heads, dim, float32
+    if name in BOUNDED:
+        assert length > 10 * budget
+        assert max(held[20:]) <= max(held[:20])
+        assert cache.visible() <= budget
+    elif name == "cca":
+        assert held[-1] <= length * per_token / 2, "one core for four tokens"
+    else:
+        assert held[-1] >= length * per_token
+
+
+def reachable(value: Any) -> int:
+    """Bytes of all distinct storages below `value`, except rotations."""
+    storages: dict[int, int] = {}
+
+    def walk(item: Any) -> None:
+        if isinstance(item, Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, (list, tuple)):
+            for part in item:
+                walk(part)
+        elif hasattr(item, "__dict__"):
+            for key, part in vars(item).items():
+                if key != "rope":
+                    walk(part)
+
+    walk(value)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", sorted(BOUNDED))
+def test_work_per_step_is_flat(name):
+    """Keys handed to the kernel per step, far beyond the budget: what time is made of, without a clock."""
+    model = decoder("llama")
+    cache = model.new_cache(small(name))
+    cache.decoding = True
+    counts = []
+    for layer in cache.own():
+        spans = layer.spans
+        layer.spans = lambda new, spans=spans: counted(spans(new), counts)  # type: ignore[method-assign]
+    for token in tiny.tokens(150):
+        model.forward(token.view(1), cache)
+    assert max(counts[60:]) <= 12
+
+
+def counted(spans: list, counts: list[int]) -> list:
+    counts.append(sum(int(torch.as_tensor(s.limits()[1])) - int(torch.as_tensor(s.start)) for s in spans))
+    return spans
+
+
+def test_window_is_mistrals_own_sliding_window():
+    ids = tiny.tokens(LENGTH)
+    sliding = tiny.build("Mistral", sliding_window=9)
+    with torch.no_grad():
+        wanted = sliding(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+    model = decoder("mistral")
+    found = read(model, model.new_cache(small("window")), ids, [30, 14])
+    assert worst(found, wanted) <= TOLERANCE
+
+
+def test_generate_goes_on_from_what_we_read():
+    model, prompt = decoder("llama"), tiny.tokens(20)
+    for name in ("full", "sink"):
+        cache = model.new_cache(small(name))
+        model.forward(prompt[:-1], cache)
+        out = model.model.generate(
+            input_ids=prompt.unsqueeze(0),
+            cache=transformers_cache(cache),
+            max_new_tokens=5,
+            do_sample=False,
+        )
+        fresh = transformers_cache(model.new_cache(small(name)))
+        whole = model.model.generate(
+            input_ids=prompt.unsqueeze(0), cache=fresh, max_new_tokens=5, do_sample=False
+        )
+        assert out.tolist() == whole.tolist()
+
+
+# --- rotations and refusals
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_probing_finds_every_layers_rotation(architecture):
+    found = []
+    for rope in decoder(architecture).ropes:
+        if isinstance(rope, str):
+            found.append("own" if "its own cache" in rope else "no")
+        elif rope is None:
+            found.append(None)
+        else:
+            found.append(f"{'interleaved' if rope.interleaved else 'half'} {len(rope.frequencies)}")
+    assert tuple(found) == tiny.ARCHITECTURES[architecture].rope
+
+
+def test_probing_takes_the_right_one_of_two_frequency_sets():
+    """Gemma 3's full layers turn at another base than its sliding ones; llama3 scaling is found as it is."""
+    model = decoder("gemma3")
+    parameters = model.config.rope_parameters
+    bases = {kind: parameters[f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding")}
+    assert bases["full"] != bases["sliding"]
+    rope = model.ropes[1]
+    assert torch.allclose(rope.frequencies, default_frequencies(8, bases["full"]), rtol=1e-5)
+    scaled = decoder("llama3-rope").ropes[0].frequencies
+    plain = default_frequencies(8, 10_000.0)
+    assert torch.allclose(scaled[:1], plain[:1], rtol=1e-5)
+    assert torch.allclose(scaled[-1:], plain[-1:] / 4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("architecture", ["opt", "hunyuan"])
+def test_methods_that_move_keys_refuse_models_without_a_rotation(architecture, name):
+    method = method_class(name).build({})
+    if unfit(method, architecture):
+        with pytest.raises(UsageError, match="not a plain rotation"):
+            decoder(architecture).new_cache(method)
+    else:
+        decoder(architecture).new_cache(method)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "no attention interface: bloom": ("Bloom", {"n_head": 4, "n_layer": 2}),
+    "no attention interface: falcon": ("Falcon", {"num_kv_heads": 2, "head_dim": ...}),
+    "no attention interface: mpt": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "arguments dropped: gpt_neox": ("GPTNeoX", {}),
+    "keys of other layers: gemma3n": (
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["full_attention"] * 4,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": tiny.VOCABULARY,
+            "altup_num_inputs": 2,
+            "laurel_rank": 4,
+            "intermediate_size": [40] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "keys of other layers: gemma4": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["full_attention"] * 4,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": tiny.VOCABULARY,
+        },
+    ),
+    "all layers slide: mistral": ("Mistral", {"sliding_window": 16}),
+    "no attention: mamba": ("Mamba", {}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_not_silently_wrong(case):
+    config, options = REFUSED[case]
+    ids = tiny.tokens(8)
+    with pytest.raises(LongchatError) as caught:
+        model = HFDecoder(tiny.build(config, **options))
+        model.forward(ids, model.new_cache(method_class("full").build({})))
+    assert caught.value.exit_code in (2, 65)
+    assert caught.value.why
+
+
+def test_batches_are_refused():
+    model = decoder("llama")
+    ids = torch.stack([tiny.tokens(5), tiny.tokens(5, seed=1)])
+    with pytest.raises(UsageError, match="one sequence"):
+        model.model(input_ids=ids, cache=transformers_cache(model.new_cache(small("full"))))
+
+
+def test_the_pinned_cache_interface():
+    """transformers changed its cache four times within 5.x: what we build on, said in one place."""
+    import inspect
+
+    from transformers import LlamaForCausalLM
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+    from transformers.models.llama import modeling_llama
+
+    source = inspect.getsource(modeling_llama.LlamaAttention.forward)
+    assert "kwargs=kwargs" in source, "attention hands its kwargs to the cache"
+    assert CacheLayerMixin.__abstractmethods__ <= {
+        "lazy_initialization",
+        "update",
+        "get_mask_sizes",
+        "get_seq_length",
+        "get_max_length",
+    }
+    layers = DynamicCache(config=tiny.model("gemma2").config).layers
+    assert [type(layer) is DynamicLayer for layer in layers] == [False, True]
+    assert "logits_to_keep" in inspect.signature(LlamaForCausalLM.forward).parameters
+
+
+def test_the_matrix_is_as_large_as_we_say():
+    assert len(tiny.ARCHITECTURES) >= 12
+    assert {cell.values[1] for cell in CELLS} == set(METHODS)
+    unfit_cells = len(tiny.ARCHITECTURES) * len(METHODS) - len(CELLS)
+    print(f"{len(CELLS)} cells of {len(tiny.ARCHITECTURES)} architectures, {unfit_cells} refused")
+    assert {name for name, _ in UNDEFINED} <= set(METHODS)
+    assert all(reason for reason in UNDEFINED.values())
