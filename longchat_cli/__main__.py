@@ -1,4 +1,7 @@
-"""The command `longchat`: runs `cli`, turns every failure into one line on stderr and an exit code."""
+"""The command `longchat`: runs `cli`, turns every failure into one line on stderr and an exit code.
+
+click is imported once the signals are handled, so that the earliest Ctrl-C finds that in place.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
-
-import click
 
 from longchat_cli.errors import LongchatError, OutOfMemory, StorageError
 
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    import click
+
     from longchat_cli.cli import cli
 
     # Not `cli.main`: it has answers of its own to a closed pipe and to Ctrl-C.
@@ -79,6 +82,8 @@ def _run(arguments: list[str]) -> int:
 
 def _explain(error: BaseException, interrupted: bool, debug: bool) -> int:
     """Say on stderr what went wrong; returns the exit code."""
+    import click
+
     if isinstance(error, BrokenPipeError):
         return 141
     if isinstance(error, Terminated):
@@ -101,8 +106,13 @@ def _explain(error: BaseException, interrupted: bool, debug: bool) -> int:
 
 def _expected(error: BaseException) -> tuple[str, int] | None:
     """The line and exit code of a failure that is not a bug."""
+    import click
+
     if isinstance(error, click.ClickException):
-        return _usage(error), error.exit_code
+        hint = ""
+        if isinstance(error, click.UsageError) and error.ctx:
+            hint = f"; `{error.ctx.command_path} --help` shows the usage"
+        return error.format_message().strip().removesuffix(".") + hint, error.exit_code
     if isinstance(error, LongchatError):
         return str(error), error.exit_code
     if isinstance(error, MemoryError) or _is_torch_oom(error):
@@ -112,13 +122,6 @@ def _expected(error: BaseException) -> tuple[str, int] | None:
         place = f" {error.filename}" if error.filename else ""
         return str(StorageError(f"writing{place} failed", os.strerror(error.errno))), StorageError.exit_code
     return None
-
-
-def _usage(error: click.ClickException) -> str:
-    hint = ""
-    if isinstance(error, click.UsageError) and error.ctx:
-        hint = f"; `{error.ctx.command_path} --help` shows the usage"
-    return error.format_message().strip().removesuffix(".") + hint
 
 
 def _is_torch_oom(error: BaseException) -> bool:

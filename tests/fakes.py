@@ -1,6 +1,7 @@
 """An engine without a model, for tests of what stands on engines: real prompts, scripted answers.
 
-Run as a program it is `longchat` over that engine: `python fakes.py TOKENIZER_DIR DELAY ARGUMENT...`.
+Run as a program it is `longchat` over that engine: `python fakes.py TOKENIZER_DIR STEP,LOADING ARGUMENT...`
+with the seconds that a step and loading take.
 """
 
 from __future__ import annotations
@@ -106,11 +107,16 @@ class FakeEngine:
 class Opener:
     """An `Open` that remembers the engines it made."""
 
-    def __init__(self, tokenizer: Tokenizer, window: int = 512, delay: float = 0.0) -> None:
-        self.tokenizer, self.window, self.delay = tokenizer, window, delay
+    def __init__(
+        self, tokenizer: Tokenizer, window: int = 512, delay: float = 0.0, loading: float = 0.0
+    ) -> None:
+        self.tokenizer, self.window, self.delay, self.loading = tokenizer, window, delay, loading
         self.engines: list[FakeEngine] = []
 
     def __call__(self, method: str, options: Mapping[str, Any]) -> FakeEngine:
+        if self.loading:
+            print("loading", file=sys.stderr)
+            time.sleep(self.loading)
         engine = FakeEngine(self.tokenizer, method, options, self.window, self.delay)
         self.engines.append(engine)
         return engine
@@ -131,5 +137,6 @@ def install(opener: Opener, patch: Callable[[Any, str, Any], None] = setattr) ->
 if __name__ == "__main__":
     from longchat_cli.__main__ import main
 
-    install(Opener(Tokenizer.from_dir(sys.argv[1]), window=2048, delay=float(sys.argv[2])))
+    step, loading = map(float, sys.argv[2].split(","))
+    install(Opener(Tokenizer.from_dir(sys.argv[1]), 2048, step, loading))
     sys.exit(main(sys.argv[3:]))
