@@ -84,7 +84,7 @@ def ready(path: Path, say: Say = to_stderr) -> Path:
     with lock(catalog.ready_dir() / f".{fingerprint}.lock"):
         gguf = gguf or Gguf(path)
         if not intact(target):
-            say(f"converting {path.name} ({format_bytes(path.stat().st_size)}), once")
+            say(f"converting {path.name} ({format_bytes(path.stat().st_size)}), once; it may take a minute")
             with scratch(catalog.ready_dir()) as work:
                 _convert(gguf, private(work / "ready"), {"sha256": digest, "fingerprint": fingerprint})
                 install_directory(work / "ready", target)
