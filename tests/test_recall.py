@@ -227,7 +227,7 @@ KEYS = ["river", "stone", "cloud", "lamp", "horse", "grey-owl", "grey-fox", "win
 @pytest.mark.parametrize("together", [True, False])
 def test_the_right_key_is_first_among_look_alikes(together: bool) -> None:
     facts = [f"One of the special magic numbers for {key} is: {4152600 + i}." for i, key in enumerate(KEYS)]
-    text = FILLER * 30 + (" " if together else " " + FILLER * 4).join(facts) + FILLER * 30
+    text = FILLER * 30 + (" " if together else " " + FILLER * 4).join(facts) + " " + FILLER * 30
     finder = Finder([Doc("book", text)], WordTokenizer())
     for i, key in enumerate(KEYS):
         best, *_ = finder.rank(f"What is the special magic number for {key} mentioned in the text?")
