@@ -645,12 +645,15 @@ def _opener(settings: dict[str, Any], console: Console) -> Open:
     loaded: list[Any] = []
 
     def open_engine(method: str, options: Any) -> Any:
-        from longchat_cli import kernels, local
+        from longchat_cli import local
 
         if loaded:
             return local.with_method(loaded[0], method, options)
         start = time.perf_counter()
-        kernels.force(settings["kernel"])
+        if settings["kernel"]:
+            from longchat_cli import kernels
+
+            kernels.force(settings["kernel"])
         quantize = None if settings["quantize"] == "none" else settings["quantize"]
         engine = local.open_engine(
             settings["model"], method, options, settings["device"], settings["dtype"], quantize

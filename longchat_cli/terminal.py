@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -146,6 +145,8 @@ def open_output(path: str | None) -> Iterator[Output]:
         with _creating(path), target.open("w", encoding="utf-8") as file:
             yield Output(file)
         return
+    import tempfile
+
     with _creating(path):
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent, text=True)
     partial = Path(name)

@@ -6,9 +6,12 @@ with the seconds that a step and loading take.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +131,32 @@ class Opener:
 
 def install(opener: Opener, patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let the command line use the fake."""
-    from longchat_cli import local
-
+    local = importlib.import_module("longchat_cli.local")
     patch(local, "open_engine", lambda model, method, options, *rest: opener(method, options))
     patch(local, "with_method", lambda engine, method, options=None: opener(method, options or {}))
+
+
+@dataclass(frozen=True)
+class FakeMethod:
+    """What is asked of a method's class, without torch."""
+
+    forgets = "everything between"
+    sinks: int = 4
+    window: int = 1020
+
+
+def without_torch() -> None:
+    """Keep a subprocess quick to start."""
+    from longchat_cli import attention
+
+    sys.modules["longchat_cli.local"] = types.ModuleType("longchat_cli.local")
+    attention.method_class = lambda name: FakeMethod  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
     from longchat_cli.__main__ import main
 
+    without_torch()
     step, loading = map(float, sys.argv[2].split(","))
     install(Opener(Tokenizer.from_dir(sys.argv[1]), 2048, step, loading))
     sys.exit(main(sys.argv[3:]))
