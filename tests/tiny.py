@@ -91,7 +91,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "exaone4": Architecture("Exaone4", _hybrid("sliding", "full"), ("own", None)),
     "lfm2": Architecture(
         "Lfm2",
-        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         ("own", "half 4"),
     ),
     "hunyuan": _plain("HunYuanDenseV1", "no"),

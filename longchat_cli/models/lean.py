@@ -36,7 +36,12 @@ def refuses(config: dict[str, Any]) -> str | None:
         return f"activation {config['hidden_act']}"
     if "sliding_attention" in (config.get("layer_types") or []) or _slides(config):
         return "sliding-window layers"
-    kind = _rope_parameters(config).get("rope_type", "default")
+    if config.get("quantization_config"):
+        return "quantized weights"
+    parameters = _rope_parameters(config)
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        return "partial rotary positions"
+    kind = parameters["rope_type"]
     return None if kind in ("default", "llama3") else f"rotary scaling {kind}"
 
 
