@@ -68,12 +68,14 @@ def load(path: Path, cache: Cache, about: dict[str, Any]) -> tuple[dict[str, Any
                 raise KeyError("layer fields")
             vars(layer).update(state)
         cache.seen = int(header["seen"])
-    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+    except _DAMAGE as error:
         raise BadInput(f"{path} is damaged or not a state", str(error), "remove it") from error
     return header["about"], {name: x for name, x in tensors.items() if not name.startswith(_PREFIX)}
 
 
 _PREFIX = "layer."
+# A header of the wrong shape fails in any of these ways while it is taken apart.
+_DAMAGE = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OSError)
 
 
 def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:

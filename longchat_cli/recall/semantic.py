@@ -104,8 +104,7 @@ def _tokenizer(path: Path) -> Any:
 
 def _model(directory: Path, device: str) -> Any:
     from safetensors.torch import load_file
-    from transformers import BertConfig
-    from transformers.models.bert.modeling_bert import BertModel
+    from transformers import BertConfig, BertModel
 
     config = BertConfig.from_pretrained(directory)
     model = BertModel(config, add_pooling_layer=False)
