@@ -6,6 +6,7 @@ import errno
 import json
 import random
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,8 +97,7 @@ def test_private_and_atomic(tmp_path, monkeypatch):
     before = path.read_bytes()
 
     def full_disk(tensors, name, metadata):
-        with open(name, "wb") as file:
-            file.write(b"half")
+        Path(name).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(state, "save_file", full_disk)
