@@ -347,6 +347,26 @@ def test_methods_that_move_keys_refuse_models_without_a_rotation(architecture, n
         decoder(architecture).new_cache(method)
 
 
+STRETCHING = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", STRETCHING)
+def test_frequencies_that_change_with_length_are_refused_where_keys_move(kind):
+    model = HFDecoder(tiny.build("Llama", rope_parameters=STRETCHING[kind]))
+    with pytest.raises(UsageError, match="other rates"):
+        model.new_cache(method_class("sink").build({}))
+    model.new_cache(method_class("full").build({}))
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "no attention interface: bloom": ("Bloom", {"n_head": 4, "n_layer": 2}),
     "no attention interface: falcon": ("Falcon", {"num_kv_heads": 2, "head_dim": ...}),

@@ -196,6 +196,8 @@ class HFDecoder:
     @functools.cached_property
     def ropes(self) -> list[Rope | None | str]:
         """Each layer's rotation, found by probing the model; a string says why none fits."""
+        if _stretches(getattr(self.config, "rope_parameters", None) or {}):
+            return ["keys turn at other rates the longer the text is"] * self.layers
         return probe(self._keys_at, self._candidates())
 
     def _keys_at(self, position: int) -> list[Tensor | None]:
@@ -234,6 +236,12 @@ def transformers_cache(cache: Cache, decoding: bool | None = None) -> Transforme
             for index, layer in enumerate(cache.layers)
         ]
     )
+
+
+def _stretches(parameters: dict[str, Any]) -> bool:
+    """Whether a model's rotary frequencies depend on the length so far, which no single token shows."""
+    groups = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return any(group.get("rope_type") in ("dynamic", "longrope") for group in groups)
 
 
 def _usable(rope: Rope | None | str) -> Rope | None:
