@@ -114,7 +114,7 @@ def test_no_cycles_at_import():
 
 
 def test_only_hf_touches_transformers_internals():
-    """The cache interface is pinned in one place; elsewhere only what transformers documents for its users."""
+    """The cache interface is pinned in one place; elsewhere only what transformers documents for users."""
     for module, path in MODULES.items():
         for target, line in imports(path):
             if target.startswith("transformers.") and target != "transformers.utils":

@@ -7,7 +7,6 @@ in place, so that a snapshot is a copy of references.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +141,8 @@ class KVBuffer:
         return [x for x in (self._k, self._v) if x is not None]
 
     def copy(self) -> KVBuffer:
-        other = copy.copy(self)
+        other = KVBuffer.__new__(KVBuffer)  # copy.copy takes twice as long, per layer and token
+        vars(other).update(vars(self))
         self._sharing.add(other)
         return other
 
