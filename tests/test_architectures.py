@@ -78,6 +78,9 @@ ALIASES = {
 }
 """Methods with another one's layer, such as `recall`, which reads with full attention."""
 
+TWINS = {"mistral", "ministral3", "starcoder2", "qwen3-moe", "granite", "olmo2"}
+"""Their attention is llama's: by default `full` and `sink` alone, every method with `-m slow`."""
+
 DEEP = {"llama", "gemma2", "lfm2", "gpt-oss"}
 """What concerns a method's state is checked on these by default, on all with `-m slow`; `full` on all."""
 
@@ -88,6 +91,7 @@ def cells_where(invariant: str = "", deep: bool = False) -> Any:
     for cell in CELLS:
         architecture, name = cell.values
         rare = architecture not in DEEP and (name in ALIASES or (deep and name != "full"))
+        rare = rare or (architecture in TWINS and name not in {"full", "sink"})
         if (name, invariant) not in UNDEFINED:
             kept.append(pytest.param(*cell.values, id=cell.id, marks=[pytest.mark.slow] * rare))
     return pytest.mark.parametrize(("architecture", "name"), kept)
