@@ -45,7 +45,7 @@ class _Signals:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (sys.argv[1:] by default) and return the exit code."""
+    """Run `arguments` and return the exit code; None: run the process's own, then leave the process."""
     # Spinning OpenMP threads slow a shared machine down many times; must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -63,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         code = _explain(error, signals.interrupted, debug)
         _abandon_stdout()
+    if arguments is None and "torch" in sys.modules:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(code)  # nothing is left to save, and taking torch down costs most of a second
     return code
 
 

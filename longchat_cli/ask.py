@@ -300,11 +300,14 @@ class _Session:
         )
 
     def _read(self, ids: Sequence[int], method: str) -> float:
-        """Prefill with a bar; seconds. Raises KeyboardInterrupt when it was cancelled."""
+        """Prefill with a bar; seconds. Raises KeyboardInterrupt when it was cancelled.
+
+        Ctrl-C itself may cut in: nothing is there to be kept, and a chunk can take seconds.
+        """
         start = time.perf_counter()
-        with self.console.progress("reading") as bar, self.interrupts.catching():
-            self.engine.prefill(ids, self._watch(bar, method), self.interrupts.stopped)
-        if self.interrupts.stop:
+        with self.console.progress("reading") as bar:
+            done = self.engine.prefill(ids, self._watch(bar, method), self.interrupts.stopped)
+        if done < len(ids):
             raise KeyboardInterrupt
         return time.perf_counter() - start
 

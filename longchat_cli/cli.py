@@ -650,6 +650,10 @@ def _opener(settings: dict[str, Any], console: Console) -> Open:
         if loaded:
             return local.with_method(loaded[0], method, options)
         start = time.perf_counter()
+        if not click.get_current_context().find_root().meta.get("debug"):
+            import logging
+
+            logging.disable(logging.WARNING)  # libraries log a line per layer and token
         if settings["kernel"]:
             from longchat_cli import kernels
 

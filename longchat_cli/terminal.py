@@ -102,9 +102,10 @@ class Interrupts:
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
-        """Turn SIGINT into the flags while the body runs."""
+        """Turn SIGINT into the flags while the body runs; where it is ignored, it stays ignored."""
         self.stop = False
-        if threading.current_thread() is not threading.main_thread():
+        here = threading.current_thread() is threading.main_thread()
+        if not here or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             yield
             return
         before = signal.signal(signal.SIGINT, self._on_signal)

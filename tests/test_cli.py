@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import random
 import signal
@@ -75,6 +76,7 @@ def run(
         return Result(code, *capsys.readouterr())
 
     yield call
+    logging.disable(logging.NOTSET)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
