@@ -5,23 +5,20 @@ Plain functions over the `Engine` protocol; whatever opens a model or builds a s
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from longchat_cli import attention
 from longchat_cli.documents import Collection, Document
 from longchat_cli.engine import Engine, Progress
-from longchat_cli.errors import BadInput, ContextOverflow, UsageError
+from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageError
 from longchat_cli.prompt import Message, Prompt, Text
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal import Console, Interrupts
 from longchat_cli.terminal_text import Sanitizer
-
-BOUNDED = frozenset({"full", "recycled", "cca"})
-"""Methods that leave tokens at their true positions: past the trained window their answers break down."""
 
 Emit = Callable[[str], None]
 Open = Callable[[str, Mapping[str, Any]], Engine]
@@ -237,7 +234,7 @@ class _Session:
         chosen = self.request.method
         if chosen == "auto":
             return "full" if self._longest() <= self.room else "recall"
-        if chosen in BOUNDED and (size := self._longest()) > self.room:
+        if not attention.method_class(chosen).unlimited and (size := self._longest()) > self.room:
             if self.request.overflow != "force":
                 raise ContextOverflow(
                     f"{chosen} cannot read this: the prompt has {size:,} tokens",
@@ -313,9 +310,7 @@ class _Session:
 
     def _watch(self, bar: Progress | None, method: str) -> Progress | None:
         """Progress that warns, once and as soon as it is known, that the method forgets what it reads."""
-        from longchat_cli.attention import method_class
-
-        forgets = method_class(method).forgets
+        forgets = attention.method_class(method).forgets
         if self.warned or forgets.startswith("nothing"):
             return bar
 
@@ -415,7 +410,8 @@ def local_finder(
 ) -> PlannedFinder:
     """The search index of `recall` over an engine in this process, with the method's options.
 
-    `semantic` pulls the sentence encoder when it is not here; `fused` uses it when it is.
+    The sentence encoder is pulled when it is not here; where it cannot be had, `fused` goes by words alone
+    and says so.
     """
     from longchat_cli.attention.recall import Recall
     from longchat_cli.models import load
@@ -426,8 +422,12 @@ def local_finder(
     chosen = Recall(**options)
     encoder, heads = None, None
     if chosen.find in ("semantic", "fused"):
-        directory = load.find_encoder(console.notice, pull=chosen.find == "semantic")
-        encoder = Encoder(directory) if directory else None
+        try:
+            encoder = Encoder(load.find_encoder(console.notice))
+        except Unavailable as error:
+            if chosen.find == "semantic":
+                raise
+            console.warn(f"finding by words alone, questions in other words will miss: {error}")
     if chosen.find == "attention":
         heads = _attention_index(engine, documents, console)
     with console.progress("indexing") as bar:
@@ -442,14 +442,10 @@ def local_finder(
 
 
 def _attention_index(engine: Any, documents: Sequence[Document], console: Console) -> Any:
-    """Keys of the model's retrieval heads over the documents; the heads are found by a self-test."""
-    from longchat_cli.prose import prose
-    from longchat_cli.recall.heads import AttentionIndex, calibrate
-    from longchat_cli.recall.passages import split_sentences
+    """Keys of the model's retrieval heads over the documents."""
+    from longchat_cli.recall.heads import AttentionIndex, retrieval_heads
 
-    text = prose(8_000, random.Random(0))
-    sentences = [text[begin:end] for begin, end in split_sentences(text)[0].tolist()]
-    heads = calibrate(engine.decoder, engine.tokenizer.encode, sentences)
+    heads = retrieval_heads(engine.decoder, engine.tokenizer.encode, engine.info.fingerprint)
     ids = [id for document in documents for id in engine.tokenizer.encode(document.text)]
     with console.progress("reading") as bar:
         return AttentionIndex.read(engine.decoder, ids, heads, bar)

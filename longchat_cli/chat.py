@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longchat_cli.ask import BOUNDED, Open, compose, messages, opening
+from longchat_cli import attention
+from longchat_cli.ask import Open, compose, messages, opening
 from longchat_cli.documents import Document
 from longchat_cli.engine import Coverage, Engine, Piece, Progress
 from longchat_cli.errors import ContextOverflow
@@ -106,7 +107,9 @@ class Conversation:
     def _room(self) -> float:
         """Tokens that still fit; infinite for methods that forget."""
         info = self.engine.info
-        return info.window - self.engine.coverage().seen if info.method in BOUNDED else float("inf")
+        if attention.method_class(info.method).unlimited:
+            return float("inf")
+        return info.window - self.engine.coverage().seen
 
 
 def open_conversation(
@@ -133,10 +136,8 @@ def open_conversation(
 def pin(method: str, options: Mapping[str, Any], tokens: int, window: int) -> dict[str, Any] | None:
     """Options that keep the first `tokens` visible; None if the method has none, the user has decided, or
     they do not fit the trained `window` beside the recent ones."""
-    from longchat_cli.attention import method_class
-
     values: dict[str, Any] = {
-        option.name: option.default for option in dataclasses.fields(method_class(method))
+        option.name: option.default for option in dataclasses.fields(attention.method_class(method))
     }
     if "sinks" not in values or "sinks" in options:
         return None

@@ -170,7 +170,7 @@ class MethodCommand(Command):
         default = next(param.default for param in self.params if param.name == "method")
         method = named or str(default)
         method = "recall" if method == "auto" else method  # what auto adds to full has the options
-        return _method_options(method, own, prefix) if method in METHODS else []
+        return _method_options(method, prefix) if method in METHODS else []
 
     def _named_method(self, args: Sequence[str]) -> str | None:
         args = list(_before_dashes(args))
@@ -192,15 +192,13 @@ def _before_dashes(args: Sequence[str]) -> Sequence[str]:
     return args[: list(args).index("--")] if "--" in args else args
 
 
-def _method_options(method: str, own: set[str], prefix: str) -> list[click.Parameter]:
-    """The fields of a method as click options; one that a command option hides is `--METHOD-FIELD`."""
+def _method_options(method: str, prefix: str) -> list[click.Parameter]:
+    """The fields of a method as click options; a test keeps their names apart from the commands' own."""
     cls = method_class(method)
     types = get_type_hints(cls)
     options: list[click.Parameter] = []
     for field in dataclasses.fields(cls):
         flag = "--" + field.name.replace("_", "-")
-        if flag in own:
-            flag = f"--{method}-{flag[2:]}"
         yes_no = types[field.name] is bool
         default = ("on" if field.default else "off") if yes_no else field.default
         options.append(

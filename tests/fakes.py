@@ -137,10 +137,18 @@ def install(opener: Opener, patch: Callable[[Any, str, Any], None] = setattr) ->
 
 
 @dataclass(frozen=True)
+class FakeFull:
+    """The method that ends with the window."""
+
+    forgets = "nothing"
+    unlimited = False
+
+
 class FakeMethod:
     """What is asked of a method's class, without torch."""
 
     forgets = "everything between"
+    unlimited = True
     sinks: int = 4
     window: int = 1020
 
@@ -150,7 +158,7 @@ def without_torch() -> None:
     from longchat_cli import attention
 
     sys.modules["longchat_cli.local"] = types.ModuleType("longchat_cli.local")
-    attention.method_class = lambda name: FakeMethod  # type: ignore[assignment]
+    attention.method_class = lambda name: FakeFull if name == "full" else FakeMethod  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

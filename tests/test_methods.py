@@ -243,7 +243,7 @@ def test_infllm_blocks_leave_and_memory_is_counted():
 def test_recycled(case, share, stride, kernel, tau):
     heads, groups, dim, turn = case
     q, k, v = tensors(heads, groups, dim, 46, seed=stride)
-    options = {"fraction": share, "stride": stride, "kernel": kernel, "tau": tau}
+    options = {"fraction": share, "stride": stride, "pool": kernel, "tau": tau}
     wanted, full = oracle.recycled(q, k, v, turn, dim**-0.5, 24, share, stride, tau, kernel)
     for chunks in ([24], [7, 7, 7, 3], [1] * 24):
         assert_close(run(layer_of("recycled", options, turn), q, k, v, turn, chunks, 22), wanted)

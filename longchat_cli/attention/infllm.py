@@ -38,6 +38,7 @@ class InfLLM(Method):
     keeps = "every token, in blocks in host memory; --init and --local tokens near"
     forgets = "nothing, but sees only the --topk blocks it picks; small models pick badly"
     cost = "step time flat but for block scoring; memory as full, in host memory"
+    unlimited = True
     needs_rope = True
     chunk = 512
     init: int = option(128, "first tokens always visible", low=0)

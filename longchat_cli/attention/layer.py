@@ -60,6 +60,7 @@ class Method:
     forgets: ClassVar[str]
     cost: ClassVar[str]
     needs_rope: ClassVar[bool] = False
+    unlimited: ClassVar[bool] = False  # serves texts longer than the trained window
     chunk: ClassVar[int | None] = None  # most rows a prefill call may have, where the method sets it
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:

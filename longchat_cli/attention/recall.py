@@ -20,6 +20,7 @@ class Recall(Full):
     keeps = "the text itself and a search index; the passages read are the answer's sources"
     forgets = "nothing, but an answer rests on the passages found: wrong ones, wrong answer"
     cost = "indexing once, linear in length; each question reads a few short passages"
+    unlimited = True
     find: str = option(
         "fused",
         "what ranks passages: sentence meaning and words together, either alone, or the model's attention",

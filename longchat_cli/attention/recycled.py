@@ -34,7 +34,7 @@ class Recycled(Method):
     keep: int = option(0, "tokens in the small cache; 0: by --fraction", low=0)
     stride: int = option(10, "full attention every this many steps (S)", low=1)
     tau: float = option(0.0, "keep partial steps while queries stay this similar; 0: fixed schedule", low=0.0)
-    kernel: int = option(7, "width of the max-pooling over positions", low=1)
+    pool: int = option(7, "width of the max-pooling over positions", low=1)
 
     def __post_init__(self) -> None:
         validate(self)
@@ -89,7 +89,7 @@ class RecycledLayer(FullLayer):
 
     def _choose(self, weights: Tensor) -> None:
         """Fill the small cache with the highest weights [KV heads, keys], in ascending order."""
-        keys, width = weights.shape[-1], self.method.kernel
+        keys, width = weights.shape[-1], self.method.pool
         self.count = self.method.keep or max(keys // self.method.fraction, 1)
         pooled = F.max_pool1d(F.pad(weights, ((width - 1) // 2, width // 2)), width, stride=1)
         # Pooling makes neighbours tie: a stable sort takes the earlier one, on every device.

@@ -22,6 +22,7 @@ class Sink(Method):
     keeps = "the first --sinks tokens and the last --window"
     forgets = "everything between; it does not extend the context: a book answers about its end only"
     cost = "flat memory and step time"
+    unlimited = True
     needs_rope = True
     sinks: int = option(4, "first tokens that stay", low=0)
     window: int = option(1020, "recent tokens that stay", low=1)

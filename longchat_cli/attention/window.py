@@ -27,6 +27,7 @@ class Window(Method):
     keeps = "the last --window tokens"
     forgets = "everything older, first tokens included"
     cost = "flat memory and step time"
+    unlimited = True
     window: int = option(1024, "tokens that stay visible, the query's own included", low=1)
 
     def __post_init__(self) -> None:

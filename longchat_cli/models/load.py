@@ -66,10 +66,9 @@ def find(name: str | None = None, say: Say = to_stderr) -> ReadyModel:
     return _from_directory(name, resolved, say) if resolved.is_dir() else _from_file(name, resolved, say)
 
 
-def find_encoder(say: Say = to_stderr, *, pull: bool = True) -> Path | None:
-    """The directory of the sentence encoder; None when it is not installed and `pull` is false."""
-    model = catalog.MODELS[catalog.ENCODER]
-    return fetch.pull_model(model, say) if pull or model.installed() else None
+def find_encoder(say: Say = to_stderr) -> Path:
+    """The directory of the sentence encoder, pulled when it is not installed. Raises Unavailable."""
+    return fetch.pull_model(catalog.MODELS[catalog.ENCODER], say)
 
 
 def _from_gguf(name: str, path: Path, say: Say) -> ReadyModel:

@@ -7,6 +7,8 @@ the whole document, and the maximum over tokens and the heads of a KV group, sum
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +20,12 @@ from torch import Tensor
 from longchat_cli.attention.full import FullLayer
 from longchat_cli.attention.layer import Cache, Method, Step
 from longchat_cli.attention.rope import Rope
+from longchat_cli.config import cache_dir, private
+from longchat_cli.errors import StorageError
 from longchat_cli.kernels import Span
+from longchat_cli.models.files import read_json, write_json
+from longchat_cli.prose import prose
+from longchat_cli.recall.passages import split_sentences
 
 WINDOW = 1024
 """Tokens of one reading window."""
@@ -222,6 +229,19 @@ def calibrate(decoder: Reader, encode: Encode, prose: Sequence[str], count: int 
             marks[number] += 1 / (1 + int((scores > scores[begin:end].max()).sum()))
     best = np.argsort(-marks, kind="stable")[:count]
     return sorted(heads[i] for i in best)
+
+
+def retrieval_heads(decoder: Reader, encode: Encode, fingerprint: str) -> list[Head]:
+    """The heads `calibrate` finds for a model, remembered in the cache directory by its `fingerprint`."""
+    file = private(cache_dir() / "heads") / f"{fingerprint}.json"
+    with contextlib.suppress(ValueError, TypeError):
+        return [Head(layer, head) for layer, head in read_json(file)]
+    text = prose(8_000, random.Random(0))
+    bounds, _ = split_sentences(text)
+    heads = calibrate(decoder, encode, [text[begin:end] for begin, end in bounds.tolist()])
+    with contextlib.suppress(StorageError):  # a full disk costs the next run a few seconds
+        write_json(file, [[head.layer, head.head] for head in heads])
+    return heads
 
 
 SELF_TEST = {"harbour": 7301246, "violin": 2958104, "pepper": 8140957, "glacier": 4672093, "lantern": 9035718}
