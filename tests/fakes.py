@@ -136,7 +136,6 @@ def install(opener: Opener, patch: Callable[[Any, str, Any], None] = setattr) ->
     patch(local, "with_method", lambda engine, method, options=None: opener(method, options or {}))
 
 
-@dataclass(frozen=True)
 class FakeFull:
     """The method that ends with the window."""
 
@@ -144,6 +143,7 @@ class FakeFull:
     unlimited = False
 
 
+@dataclass(frozen=True)
 class FakeMethod:
     """What is asked of a method's class, without torch."""
 
