@@ -136,6 +136,7 @@ def install(opener: Opener, patch: Callable[[Any, str, Any], None] = setattr) ->
     patch(local, "with_method", lambda engine, method, options=None: opener(method, options or {}))
 
 
+@dataclass(frozen=True)
 class FakeFull:
     """The method that ends with the window."""
 
