@@ -29,6 +29,7 @@ class Spot:
     begin: int
     end: int
     score: float = 0.5
+    focus: tuple[int, int] = (0, 0)
 
 
 class FixedFinder:
@@ -85,7 +86,8 @@ def run(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> Ask:
             return engine
 
         begin = LONG.text.index("Line 150")
-        finder = FixedFinder(Spot(0, begin, LONG.text.index("Line 152")))
+        end = LONG.text.index("Line 152")
+        finder = FixedFinder(Spot(0, begin, end, focus=(begin, begin + 39)))
         settings = {"sampling": Sampling(max_tokens=64), **request}
         said: list[str] = []
         answers = list(
@@ -189,16 +191,16 @@ def test_auto_reads_passages_of_a_long_document(run: Ask) -> None:
     assert (passage["source"], passage["line"], passage["end_line"]) == ("book.txt", 151, 152)
     assert passage["text"] == LONG.text[passage["begin"] : passage["end"]]
     assert "book.txt:151-152" in answer.evidence()
-    assert answer.coverage["read"] == done.engine.count(passage["text"].rstrip())
+    assert answer.coverage["read"] == done.engine.count(passage["text"])
     assert answer.usage["document_tokens"] == done.engine.count(LONG.text.rstrip())
     assert done.finder.budgets[0] + 64 < 512
-    assert "You said: what is in line 150?" in done.said
+    assert "You said: Question: what is in line 150?" in done.said
 
 
 def test_recall_answers_each_question_from_an_empty_state(run: Ask) -> None:
     done = run("first?", "second?", documents=[LONG], method="recall")
     assert len(done.engine.ids) == done.answers[1].coverage["seen"]
-    assert [a.answer for a in done.answers] == ["You said: first?", "You said: second?"]
+    assert [a.answer for a in done.answers] == ["You said: Question: first?", "You said: Question: second?"]
 
 
 def test_full_beyond_the_window_is_refused_with_counts(run: Ask) -> None:

@@ -93,6 +93,14 @@ def validate(method: Any) -> None:
             raise UsageError(f"{flag} is {value}", "", f"choose from {', '.join(choices)}")
 
 
+GRANULE = 64
+
+
+def _capacity(tokens: int) -> int:
+    """Room for `tokens` and an eighth more, in granules: a bounded method settles on one size."""
+    return -(-(tokens + max(256, tokens // 8)) // GRANULE) * GRANULE
+
+
 class KVBuffer:
     """Keys and values [heads, tokens, dim] of consecutive tokens: append at the end, drop from the front.
 
@@ -124,19 +132,20 @@ class KVBuffer:
         live, new = len(self), k.shape[1]
         behind = self._offset + live
         if self._k is None or behind + new > self._k.shape[1] or self._looked_at(behind):
-            self._move(live + new + max(256, (live + new) // 8), k, v)
+            self._move(_capacity(live + new), k, v)
         assert self._k is not None and self._v is not None
         at = slice(self._offset + live, self._offset + live + new)
         self._k[:, at], self._v[:, at] = k, v
         self.end += new
 
     def drop_before(self, index: int) -> None:
-        """Forget tokens before the absolute `index`; storage is given back once half of it is unused."""
+        """Forget tokens before the absolute `index`; storage beyond what decoding needs is given back."""
         dropped = min(max(index - self.first, 0), len(self))
         self.first += dropped
         self._offset += dropped
-        if self._k is not None and self._v is not None and self._k.shape[1] > 2 * len(self) + 512:
-            self._move(len(self) + 256, self._k, self._v)
+        usual = _capacity(len(self) + 1)
+        if self._k is not None and self._v is not None and self._k.shape[1] > usual + GRANULE:
+            self._move(usual, self._k, self._v)
 
     def tensors(self) -> list[Tensor]:
         return [x for x in (self._k, self._v) if x is not None]

@@ -112,7 +112,7 @@ class ReadingPlan:
     """
 
     passages: int = 1
-    margin: int = 32
+    margin: int = 0
     order: Literal["document", "best first", "best last"] = "document"
 
 
