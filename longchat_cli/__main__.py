@@ -10,9 +10,10 @@ import errno
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from longchat_cli.errors import LongchatError, OutOfMemory, StorageError
 
@@ -20,28 +21,60 @@ _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived."""
+    """Signal `number` arrived: SIGTERM, or SIGHUP (the terminal was closed)."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class _Signals:
-    """SIGTERM ends the command through its `finally` clauses; SIGINT is remembered.
+    """SIGTERM and SIGHUP end the command through its `finally` clauses; SIGINT is remembered.
 
-    Imports and C extensions may turn a KeyboardInterrupt into another error: `interrupted` tells.
+    Imports and C extensions may turn a KeyboardInterrupt into another error: `interrupted` tells. A signal
+    raises once: what cleans up after it is not cut by a key held down, only by one pressed REPEAT later.
     """
+
+    REPEAT = 1.0
 
     def __init__(self) -> None:
         self.interrupted = False
-        signal.signal(signal.SIGTERM, self._terminate)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a background job ignores Ctrl-C
-            signal.signal(signal.SIGINT, self._interrupt)
+        self._deaf_until = {KeyboardInterrupt: 0.0, Terminated: 0.0}
+        for name in ("SIGTERM", "SIGHUP"):
+            self._handle(name, self._terminate)
+        self._handle("SIGINT", self._interrupt)
 
-    def _terminate(self, *_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
+    def finish(self) -> None:
+        """Nothing raises from here on."""
+        self._deaf_until = dict.fromkeys(self._deaf_until, float("inf"))
 
-    def _interrupt(self, *_: object) -> NoReturn:
+    def unraisable(self, unraisable: Any) -> None:
+        """For sys.unraisablehook: what arrived inside a finalizer, where raising is in vain, comes again."""
+        error = unraisable.exc_value
+        if not isinstance(error, KeyboardInterrupt | Terminated):
+            sys.__unraisablehook__(unraisable)
+        elif self._deaf_until[type(error)] != float("inf"):
+            self._deaf_until[type(error)] = 0.0
+            signal.raise_signal(error.number if isinstance(error, Terminated) else signal.SIGINT)
+
+    def _handle(self, name: str, handler: Callable[[int, Any], None]) -> None:
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        # A background job ignores Ctrl-C, one under nohup the end of its terminal.
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+    def _terminate(self, number: int, _: object) -> None:
+        self._raise(Terminated(number))
+
+    def _interrupt(self, *_: object) -> None:
         self.interrupted = True
-        raise KeyboardInterrupt
+        self._raise(KeyboardInterrupt())
+
+    def _raise(self, error: KeyboardInterrupt | Terminated) -> None:
+        now = time.monotonic()
+        if now >= self._deaf_until[type(error)]:
+            self._deaf_until[type(error)] = now + self.REPEAT
+            raise error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,12 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         warnings.simplefilter("ignore")  # libraries warn about what the user cannot change
     signals = _Signals()
+    if arguments is None:
+        sys.unraisablehook = signals.unraisable
     try:
         code = _run(given)
         sys.stdout.flush()
     except BaseException as error:
+        signals.finish()
         code = _explain(error, signals.interrupted, debug)
         _abandon_stdout()
+    if arguments is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a key still held down must not kill the exit
     if arguments is None and "torch" in sys.modules:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
@@ -91,7 +129,7 @@ def _explain(error: BaseException, interrupted: bool, debug: bool) -> int:
     if isinstance(error, BrokenPipeError):
         return 141
     if isinstance(error, Terminated):
-        return 143
+        return 128 + error.number
     if isinstance(error, KeyboardInterrupt | click.Abort) or interrupted:
         return 130
     if isinstance(error, SystemExit):

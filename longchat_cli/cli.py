@@ -29,10 +29,10 @@ Exit codes:
   2 usage                            74 input or output failed, disk full
   3 context overflow refused         75 out of memory
   4 inputs skipped (--strict)        78 configuration
-  5 unsupported (--strict-cite)     130 interrupted (Ctrl-C)
-  6 over --token-budget             141 reader went away (pipe closed)
- 65 bad input data                  143 terminated
- 66 input missing
+  5 unsupported (--strict-cite)     129 terminal closed (SIGHUP)
+  6 over --token-budget             130 interrupted (Ctrl-C)
+ 65 bad input data                  141 reader went away (pipe closed)
+ 66 input missing                   143 terminated
 
 \b
 Every option can be set in the environment: LONGCHAT_ASK_MODEL for `ask --model`,

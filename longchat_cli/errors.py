@@ -1,5 +1,9 @@
 """Errors that reach the user: what happened, why, what to do, and the exit code for scripts."""
 
+import errno
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 
 class LongchatError(Exception):
     """An expected failure. Printed as one line on stderr; `exit_code` is the process's exit status.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from longchat_cli.errors import CannotCreate
+from longchat_cli.errors import DISK_FULL, CannotCreate, StorageError
 
 PATIENCE = 2.0
 """Seconds within which a second Ctrl-C leaves."""
@@ -126,8 +126,10 @@ class Output:
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
+        self.written: list[str] = []
 
     def write(self, text: str) -> None:
+        self.written.append(text)
         self._file.write(text)
         self._file.flush()
 
@@ -136,7 +138,8 @@ class Output:
 def open_output(path: str | None) -> Iterator[Output]:
     """stdout for None or '-', else `path`, replaced atomically when the body ends well.
 
-    When it does not, what the file would have held is printed. Raises CannotCreate before any work is done.
+    When it does not, or the disk is full, what the file would have held is printed.
+    Raises CannotCreate before any work is done, and StorageError.
     """
     if path is None or path == "-":
         yield Output(sys.stdout)
@@ -151,13 +154,18 @@ def open_output(path: str | None) -> Iterator[Output]:
     with _creating(path):
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent, text=True)
     partial = Path(name)
+    file = os.fdopen(handle, "w", encoding="utf-8", errors="replace")
+    output = Output(file)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            yield Output(file)
+        with file:
+            yield output
         partial.chmod(_mode(target))
         partial.replace(target)
-    except KeyboardInterrupt:
-        sys.stdout.write(partial.read_text(encoding="utf-8"))
+    except BaseException as error:
+        sys.stdout.write("".join(output.written))
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            do = "free some space; what was written so far is on standard output" if output.written else ""
+            raise StorageError(f"writing {path} failed", os.strerror(error.errno), do) from error
         raise
     finally:
         partial.unlink(missing_ok=True)

@@ -168,4 +168,5 @@ if __name__ == "__main__":
     without_torch()
     step, loading = map(float, sys.argv[2].split(","))
     install(Opener(Tokenizer.from_dir(sys.argv[1]), 2048, step, loading))
-    sys.exit(main(sys.argv[3:]))
+    del sys.argv[1:3]
+    sys.exit(main())

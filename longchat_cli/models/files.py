@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -14,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from longchat_cli.config import format_bytes, private
-from longchat_cli.errors import LongchatError, StorageError
+from longchat_cli.errors import DISK_FULL, LongchatError, StorageError
 
 try:
     import fcntl
 except ImportError:  # Windows: temporary names and renames alone keep the files whole
     fcntl = None  # type: ignore[assignment]
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SCRATCH = ".tmp-"
 
 
 @contextlib.contextmanager
@@ -35,7 +34,7 @@ def storage_errors(doing: str) -> Iterator[None]:
 
 def storage_error(doing: str, error: OSError) -> StorageError:
     """The StorageError that says what failed, and what to do when the disk is full."""
-    do = "free some space and run it again" if error.errno in _FULL else ""
+    do = "free some space and run it again" if error.errno in DISK_FULL else ""
     return StorageError(f"failed while {doing}", error.strerror or str(error), do)
 
 
@@ -49,13 +48,46 @@ def require_space(directory: Path, needed: int, doing: str) -> None:
 
 @contextlib.contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A temporary directory (0700) inside `parent`, so that its files can be renamed into place."""
+    """A temporary directory (0700) inside `parent`, so that its files can be renamed into place.
+
+    It is locked while it is in use; those that killed processes left behind are not, and are deleted first.
+    """
+    private(parent)
+    for abandoned in parent.glob(f"{_SCRATCH}*/"):
+        if (handle := _lock_directory(abandoned, wait=False)) is not None:
+            shutil.rmtree(abandoned, ignore_errors=True)
+            os.close(handle)
     with storage_errors(f"writing in {parent}"):
-        directory = Path(tempfile.mkdtemp(prefix=".tmp-", dir=private(parent)))
+        while True:
+            directory = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
+            handle = _lock_directory(directory, wait=True)
+            if directory.exists():  # else another process took it for abandoned before it was locked
+                break
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def _lock_directory(directory: Path, wait: bool) -> int | None:
+    """A handle that keeps `directory` locked until it is closed.
+
+    None when it is gone, in use elsewhere, or the file system knows no locks.
+    """
+    if fcntl is None:
+        return None
+    try:
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if directory.exists():
+            return handle
+    os.close(handle)
+    return None
 
 
 @contextlib.contextmanager

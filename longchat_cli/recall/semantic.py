@@ -17,6 +17,8 @@ from longchat_cli.errors import BadInput, MissingInput
 MAX_TOKENS = 128
 """Wordpieces of a sentence that are read, as the encoder was trained."""
 BATCH_TOKENS = 4096
+TEXTS = 10_000
+"""Sentences tokenized by one call of the library."""
 
 Progress = Callable[[int, int], None]
 
@@ -43,7 +45,9 @@ class Encoder:
         """Unit vectors of `texts`, float32 [len(texts), width]. `progress` counts wordpieces."""
         import torch
 
-        ids = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        ids: list[list[int]] = []
+        for start in range(0, len(texts), TEXTS):  # Ctrl-C waits for the call
+            ids += [e.ids for e in self._tokenizer.encode_batch(list(texts[start : start + TEXTS]))]
         lengths = np.array([len(i) for i in ids])
         vectors = np.zeros((len(ids), self.width), dtype=np.float32)
         done, total = 0, int(lengths.sum())
