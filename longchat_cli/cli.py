@@ -39,6 +39,7 @@ Every option can be set in the environment: LONGCHAT_ASK_MODEL for `ask --model`
 LONGCHAT_MODEL for every command. The command line wins over LONGCHAT_ASK_MODEL,
 that over LONGCHAT_MODEL, that over the default.
 """
+CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer was cut at --max-tokens"}
 GLOBAL_OPTIONS = ("debug", "offline", "verbose", "quiet")
 
 
@@ -413,6 +414,8 @@ def _answer_all(
             else:
                 out.write(_ending(answer, last=index == len(request.questions) - 1))
             console.notice(answer.evidence())
+            if answer.stop in CUT:
+                console.notice(CUT[answer.stop])
             console.detail(f"{answer.usage} {answer.timings}")
             if answer.cancelled:
                 raise KeyboardInterrupt

@@ -35,7 +35,8 @@ class EngineInfo:
 class Piece:
     """A piece of a streamed answer: printable `text` (complete characters only) and the tokens behind it.
 
-    `stop` is set on the last piece: 'eos', 'length', 'stop' (a stop string) or 'cancelled'.
+    `stop` is set on the last piece: 'eos', 'length', 'stop' (a stop string), 'loop' (greedy
+    decoding repeats itself) or 'cancelled'.
     """
 
     text: str

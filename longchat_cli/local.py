@@ -21,6 +21,8 @@ from longchat_cli.terminal_text import StopMatcher
 from longchat_cli.tokens import Tokenizer
 
 CHUNK = 512
+SHORTEST_LOOP, LONGEST_LOOP, LOOP_REPEATS = 4, 64, 6
+"""Greedy decoding never leaves a loop: six rounds of the same 4 to 64 tokens end the answer."""
 PENALTY_SPAN = 256
 """The repetition penalty looks at this many tokens back, so that an endless chat stays flat in time."""
 
@@ -98,9 +100,21 @@ class LocalEngine:
             # Fed before it is yielded: whoever stops listening leaves a state that agrees with what they saw.
             self._feed([token], decoding=True)
             text, stopped = matcher.feed(decoder.push(token))
-            yield Piece(text, (token,), logprob, "stop" if stopped else None)
             if stopped:
+                yield Piece(text, (token,), logprob, "stop")
                 return
+            if sampling.temperature == 0 and self._loops(count + 1):
+                yield Piece(text + matcher.flush(), (token,), logprob, "loop")
+                return
+            yield Piece(text, (token,), logprob)
+
+    def _loops(self, written: int) -> bool:
+        """Whether the answer, the last `written` tokens, ends in one phrase said over and over."""
+        tail = self.ids[-min(written, LOOP_REPEATS * LONGEST_LOOP) :]
+        return any(
+            tail[-period * LOOP_REPEATS : -period] == tail[-period * (LOOP_REPEATS - 1) :]
+            for period in range(SHORTEST_LOOP, len(tail) // LOOP_REPEATS + 1)
+        )
 
     def coverage(self) -> Coverage:
         seen, visible = self.cache.seen, self.cache.visible()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import stat
 from collections.abc import Callable, Sequence
@@ -504,3 +505,15 @@ def test_another_method_on_the_same_weights(decoder, tokenizer):
 def test_counting_never_sees_control_tokens(engine):
     assert engine.count("<|im_end|>") > 1
     assert engine.count("") == 0
+
+
+@pytest.mark.parametrize(("period", "ends"), [(3, 36), (4, 24), (7, 42), (64, 384), (65, None)])
+def test_greedy_loops_are_ended(engine, monkeypatch, period, ends):
+    """A phrase of 4 to 64 tokens said six times in a row ends a greedy answer; sampled ones go on."""
+    script = itertools.cycle(range(20, 20 + period))
+    monkeypatch.setattr("longchat_cli.local.choose", lambda *_: (next(script), 0.0))
+    engine.prefill([5, 6])
+    pieces = list(engine.generate(Sampling(max_tokens=400)))
+    assert (len(engine.ids) - 2, pieces[-1].stop) == ((ends, "loop") if ends else (400, "length"))
+    script = itertools.cycle(range(20, 20 + period))
+    assert list(engine.generate(Sampling(max_tokens=400, temperature=1)))[-1].stop == "length"
