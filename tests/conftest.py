@@ -55,6 +55,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--book", help="a text file for slow checks on real prose")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def models_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """longchat's directories for the session; pulled models alone outlive it, in a per-user cache.
