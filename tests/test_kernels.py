@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from longchat_cli import kernels
 from longchat_cli.errors import UsageError
-from longchat_cli.kernels import Observe, Rotation, Span, flash_cpu, reference
+from longchat_cli.kernels import Observe, Rotation, Span, flash, flash_cpu, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [1, 2, 7, 63, 64, 100]
@@ -251,3 +251,22 @@ def test_report_names_every_kernel():
     rows = kernels.report()
     assert {name for name, _, _ in rows} == set(kernels.KERNELS)
     assert all(reason for _, _, reason in rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "start", "stop", "plain"),
+    [
+        (1, 9, 0, 9, True),
+        (1, 9, 0, 8, False),
+        (1, 9, 1, 9, False),
+        (4, 9, 0, torch.arange(6, 10), True),
+        (4, 9, 0, torch.arange(5, 9), False),
+        (4, 9, torch.zeros(4, dtype=torch.int64), torch.arange(6, 10), False),
+        (4, 9, 0, 9, False),
+    ],
+)
+def test_flash_attn_takes_plain_causal_spans_only(rows, keys, start, stop, plain):
+    k = torch.zeros(1, keys, 8)
+    assert flash.plain_causal(Span(k, k, start, stop), rows) == plain
+    reason = flash.accepts(torch.zeros(1, rows, 8), [Span(k, k, start, stop)], None, None)
+    assert reason is not None  # not installed, or these tensors are not on a GPU
