@@ -1,4 +1,4 @@
-"""Plain causal attention by flash-attn (Dao, 2023), where the optional extra is installed and a GPU at hand."""
+"""Plain causal attention by flash-attn (Dao, 2023), where its extra is installed and a GPU is at hand."""
 
 from __future__ import annotations
 
