@@ -501,6 +501,8 @@ def test_conversion_is_kept_repaired_and_private(llama: Path, fresh_cache: Path)
         lambda: (ready / "model.safetensors").write_bytes(whole[:-1]),
         lambda: (ready / "tokenizer.json").unlink(),
         lambda: (ready / convert.RECORD).write_text("{"),
+        lambda: (ready / convert.RECORD).write_text('{"format": 1, "files": {}}'),
+        lambda: (ready / "config.json").write_bytes(b" " * (ready / "config.json").stat().st_size),
     ):
         damage()
         assert convert.ready(llama, silent) == ready

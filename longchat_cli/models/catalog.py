@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longchat_cli import config
-from longchat_cli.errors import MissingInput, UsageError
+from longchat_cli.errors import BadInput, MissingInput, UsageError
 from longchat_cli.models.files import read_json, remembered_sha256, storage_errors, write_json
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9]")
@@ -252,13 +252,19 @@ def default() -> str:
 
 
 def set_default(name: str) -> None:
-    """Make `name` the default. Raises MissingInput (no such model), UsageError (an encoder)."""
+    """Make `name` the default. Raises MissingInput (no such model), UsageError (an encoder), BadInput."""
     resolved = resolve(name)
     if isinstance(resolved, Model) and resolved.kind != "decoder":
         raise UsageError(f"{name} is a sentence encoder", "it cannot write answers")
+    if isinstance(resolved, Path) and resolved.is_dir() and not _holds_model(resolved):
+        raise BadInput(f"{name} is not a model directory", "it has no config.json and no GGUF file")
     config.private(models_dir())
     with storage_errors(f"writing {_default_file()}"):
         _default_file().write_text(str(resolved) if isinstance(resolved, Path) else name, encoding="utf-8")
+
+
+def _holds_model(directory: Path) -> bool:
+    return (directory / "config.json").is_file() or any(directory.glob("*.gguf"))
 
 
 def resolve(name: str) -> Model | Path | str:
@@ -268,6 +274,8 @@ def resolve(name: str) -> Model | Path | str:
     """
     if name in MODELS:
         return MODELS[name]
+    if not name:
+        raise MissingInput("the model's name is empty", "", "`longchat models list` shows the names")
     path = Path(name).expanduser()
     if path.exists():
         return path.resolve()

@@ -31,6 +31,7 @@ from longchat_cli.models.files import (
     read_json,
     remembered_sha256,
     scratch,
+    sha256,
     storage_errors,
     write_json,
 )
@@ -94,12 +95,15 @@ def ready(path: Path, say: Say = to_stderr) -> Path:
 
 
 def intact(directory: Path) -> bool:
-    """Whether a ready form is complete: every recorded file has its recorded size."""
+    """Whether a ready form is complete: every file has its recorded size, small ones the recorded bytes."""
     record = read_json(directory / RECORD)
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
+    if not isinstance(record, dict) or record.get("format") != FORMAT or "packable" not in record:
         return False
-    files = record.get("files")
-    return isinstance(files, dict) and all(_size(directory / name) == size for name, size in files.items())
+    files, sums = record.get("files"), record.get("sums", {})
+    if not isinstance(files, dict) or not isinstance(sums, dict):
+        return False
+    whole = all(_size(directory / name) == size for name, size in files.items())
+    return whole and all(sha256(directory / name) == digest for name, digest in sums.items())
 
 
 def packed_file(directory: Path) -> Path:
@@ -145,6 +149,7 @@ def _convert(gguf: Gguf, target: Path, record: Json) -> None:
             "context_length": gguf.number("context_length"),
             "packable": gguf.architecture in _LLAMA_LIKE and any(_packable(gguf)),
             "files": {file.name: file.stat().st_size for file in target.iterdir()},
+            "sums": {file.name: sha256(file) for file in target.glob("*.json")},
         }
         for file in target.iterdir():
             file.chmod(0o600)
