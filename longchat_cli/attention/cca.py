@@ -22,7 +22,6 @@ from longchat_cli.attention.layer import (
     causal,
     each_row,
     option,
-    validate,
 )
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Bound, Span
@@ -45,9 +44,6 @@ class CCA(Method):
         "kv", "cores per KV head (ours, smaller) or per query head (as published)", choices=("kv", "head")
     )
     pool: str = option("attention", "how a group becomes a core", choices=("attention", "mean", "max"))
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> CCALayer:
         return CCALayer(rope, self)

@@ -22,7 +22,6 @@ from longchat_cli.attention.layer import (
     causal,
     each_row,
     option,
-    validate,
 )
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Bound, Observe, Rotation, Span
@@ -46,9 +45,6 @@ class InfLLM(Method):
     block: int = option(128, "tokens per block", low=1)
     topk: int = option(16, "blocks fetched per chunk", low=1)
     representatives: int = option(4, "keys that stand for a block", low=1)
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> InfLLMLayer:
         return InfLLMLayer(rope, self)

@@ -63,6 +63,16 @@ class Method:
     unlimited: ClassVar[bool] = False  # serves texts longer than the trained window
     chunk: ClassVar[int | None] = None  # most rows a prefill call may have, where the method sets it
 
+    def __post_init__(self) -> None:
+        """Check every option against its metadata. Raises UsageError."""
+        for field in dataclasses.fields(self):
+            value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
+            low, choices = field.metadata.get("low"), field.metadata.get("choices")
+            if low is not None and value < low:
+                raise UsageError(f"{flag} is {value}", f"it must be at least {low}")
+            if choices and value not in choices:
+                raise UsageError(f"{flag} is {value}", "", f"choose from {', '.join(choices)}")
+
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
         """The state of attention layer `index` of `layers`."""
         raise NotImplementedError
@@ -80,17 +90,6 @@ class Method:
 def option(default: Any, text: str, low: float | None = None, choices: Sequence[str] = ()) -> Any:
     """A method's option: its default, help text, lower bound and choices."""
     return dataclasses.field(default=default, metadata={"help": text, "low": low, "choices": tuple(choices)})
-
-
-def validate(method: Any) -> None:
-    """Check every option against its metadata. Raises UsageError."""
-    for field in dataclasses.fields(method):
-        value, flag = getattr(method, field.name), "--" + field.name.replace("_", "-")
-        low, choices = field.metadata.get("low"), field.metadata.get("choices")
-        if low is not None and value < low:
-            raise UsageError(f"{flag} is {value}", f"it must be at least {low}")
-        if choices and value not in choices:
-            raise UsageError(f"{flag} is {value}", "", f"choose from {', '.join(choices)}")
 
 
 GRANULE = 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longchat_cli.attention.full import Full
-from longchat_cli.attention.layer import option, validate
+from longchat_cli.attention.layer import option
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,3 @@ class Recall(Full):
     )
     passages: int = option(0, "passages read per question; 0: as calibrated for the model", low=0)
     margin: int = option(-1, "tokens of text kept around a passage; -1: as calibrated", low=-1)
-
-    def __post_init__(self) -> None:
-        validate(self)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from longchat_cli import kernels
 from longchat_cli.attention.full import FullLayer
-from longchat_cli.attention.layer import KVBuffer, Method, Step, causal, option, validate
+from longchat_cli.attention.layer import KVBuffer, Method, Step, causal, option
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Observe, Span
 
@@ -35,9 +35,6 @@ class Recycled(Method):
     stride: int = option(10, "full attention every this many steps (S)", low=1)
     tau: float = option(0.0, "keep partial steps while queries stay this similar; 0: fixed schedule", low=0.0)
     pool: int = option(7, "width of the max-pooling over positions", low=1)
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> RecycledLayer:
         return RecycledLayer(rope, self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longchat_cli.attention.layer import KVBuffer, Method, Step, at_most, each_row, option, validate
+from longchat_cli.attention.layer import KVBuffer, Method, Step, at_most, each_row, option
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.window import WindowLayer
 from longchat_cli.kernels import Span
@@ -26,9 +26,6 @@ class Sink(Method):
     needs_rope = True
     sinks: int = option(4, "first tokens that stay", low=0)
     window: int = option(1020, "recent tokens that stay", low=1)
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> SinkLayer:
         return SinkLayer(rope, self.sinks, self.window)

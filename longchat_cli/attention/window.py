@@ -13,7 +13,6 @@ from longchat_cli.attention.layer import (
     causal,
     each_row,
     option,
-    validate,
 )
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Bound, Span
@@ -29,9 +28,6 @@ class Window(Method):
     cost = "flat memory and step time"
     unlimited = True
     window: int = option(1024, "tokens that stay visible, the query's own included", low=1)
-
-    def __post_init__(self) -> None:
-        validate(self)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
         return WindowLayer(rope, self.window)
