@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,8 +108,11 @@ class Repl:
     def answer(self, text: str) -> None:
         """Send one turn and print the answer as it comes, made safe for the terminal."""
         sanitizer, printed = Sanitizer(), ""
-        with self._working("reading") as (bar, cancel):
-            for piece in self.conversation.send(text, self.sampling, bar, cancel):
+        with self.interrupts.catching():
+            with self.console.progress("reading") as bar:  # gone before the first word stands in its place
+                pieces = self.conversation.send(text, self.sampling, bar, self.interrupts.stopped)
+                first = list(itertools.islice(pieces, 1))
+            for piece in itertools.chain(first, pieces):
                 shown = sanitizer.feed(piece.text)
                 sys.stdout.write(shown)
                 sys.stdout.flush()

@@ -99,6 +99,7 @@ TABLE: list[tuple[list[str], int, str]] = [
     (["ask", "line.txt", "q", "--method", "full", *TINY], 3, "choose --method recall"),
     (["models", "pull", "minilm"], 69, "run `longchat models pull minilm` once with a network"),
     (["models", "remove", "../own"], 66, "no model at ../own"),
+    (["eval", "needle", "--per-text", "0", *TINY], 2, "questions per text must be at least 1"),
     (["models", "info", ""], 66, "the model's name is empty"),
     (["models", "default", "folder"], 65, "folder is not a model directory"),
     (["models", "remove", "tiny"], 2, "tiny is a file of yours"),

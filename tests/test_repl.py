@@ -190,6 +190,17 @@ def test_dumb_terminal(start: Start) -> None:
     assert ended(child) == 0
 
 
+def test_progress_bar_is_gone_before_the_answer(start: Start) -> None:
+    child = start("chat", "--max-tokens", "3", delay="0.4,0")
+    child.expect_exact(PROMPT)
+    child.sendline("a turn long enough to be read in several steps, so that there is a bar to be seen")
+    child.expect("reading: .*You")
+    bar, _, cleared = child.after.rpartition("tok/s]")
+    assert bar
+    assert cleared.startswith("\r  "), "the line of the bar is wiped"
+    assert "You" not in bar
+
+
 def test_interrupts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     from longchat_cli.terminal import Interrupts
 

@@ -74,7 +74,11 @@ def run(
     """
     if name not in TASKS:
         raise UsageError(f"there is no task '{name}'", "", f"choose from {', '.join(TASKS)}")
-    if options.n < 1 or min(options.lengths, default=0) < 1 or (options.per_text or 1) < 1:
+    if (
+        options.n < 1
+        or min(options.lengths, default=0) < 1
+        or (options.per_text is not None and options.per_text < 1)
+    ):
         raise UsageError("lengths, n and questions per text must be at least 1")
     about = {"task": name, "seed": options.seed, "n": options.n, "lengths": list(options.lengths)}
     return {**about, **TASKS[name].run(subject, options, progress)}
