@@ -134,6 +134,10 @@ def _explain(error: BaseException, interrupted: bool, debug: bool) -> int:
         return 130
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):  # `longchat`, `longchat models`
+        with contextlib.suppress(OSError, ValueError):
+            print(error.format_message(), file=sys.stderr, flush=True)
+        return error.exit_code
     if debug:
         traceback.print_exception(error)
     expected = _expected(error)

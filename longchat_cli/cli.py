@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 
 EPILOG = """\b
 Exit codes:
-  0 ok                               69 model or endpoint unavailable
-  1 other                            73 output cannot be created
-  2 usage                            74 input or output failed, disk full
-  3 context overflow refused         75 out of memory
-  4 inputs skipped (--strict)        78 configuration
-  5 unsupported (--strict-cite)     129 terminal closed (SIGHUP)
-  6 over --token-budget             130 interrupted (Ctrl-C)
- 65 bad input data                  141 reader went away (pipe closed)
- 66 input missing                   143 terminated
+  0 ok                                74 input or output failed, disk full
+  1 other                             75 out of memory
+  2 usage                             78 configuration
+  3 context overflow refused         129 terminal closed (SIGHUP)
+ 65 bad input data                   130 interrupted (Ctrl-C)
+ 66 input missing, model unknown     141 reader went away (pipe closed)
+ 69 model unavailable                143 terminated
+ 73 output cannot be created
 
 \b
 Every option can be set in the environment: LONGCHAT_ASK_MODEL for `ask --model`,
@@ -354,7 +353,7 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
     type=Name(["error", "force"]),
     default="error",
     show_default=True,
-    help="What to do when `full` cannot hold the text.",
+    help="What to do when the text does not fit the method.",
 )
 @click.option("--system", metavar="TEXT", help="System prompt.")
 @click.option("--output", "-o", metavar="FILE", help="Write the answer to FILE, atomically.")
@@ -508,8 +507,16 @@ def models_info(name: str, as_json: bool) -> None:
         return
     for key, value in about.items():
         if value not in ("", None):
-            shown = json.dumps(value) if isinstance(value, dict | list) else value
-            click.echo(f"{key + ':':<15}{shown}")
+            click.echo(f"{key.replace('_', ' ') + ':':<16}{_plain(value)}")
+
+
+def _plain(value: Any) -> Any:
+    """A value of `models info` as a person reads it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {text}" for name, text in value.items())
+    return ", ".join(value) if isinstance(value, list) else value
 
 
 @models.command("remove")

@@ -35,12 +35,6 @@ class ContextOverflow(LongchatError):
     exit_code = 3
 
 
-class SkippedInputs(LongchatError):
-    """Inputs were skipped under --strict (exit 4)."""
-
-    exit_code = 4
-
-
 class BadInput(LongchatError):
     """Input data is damaged or of the wrong kind (exit 65)."""
 

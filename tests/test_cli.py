@@ -22,6 +22,7 @@ import pytest
 from conftest import write_tiny_tokenizer
 from fakes import FakeEngine, Opener, install
 
+from longchat_cli import errors
 from longchat_cli.__main__ import main
 from longchat_cli.attention import METHODS
 from longchat_cli.cli import cli
@@ -139,6 +140,21 @@ def test_help_lists_exit_codes_and_commands(run: Callable[..., Result]) -> None:
     for part in ("3 context overflow", "130 interrupted", "ask", "chat", "models", "LONGCHAT_ASK_MODEL"):
         assert part in text
     assert run("-h").out == text
+
+
+@pytest.mark.parametrize("group", [[], ["models"]])
+def test_a_group_alone_shows_its_help(run: Callable[..., Result], group: list[str]) -> None:
+    done = run(*group)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == run(*group, "--help").out
+
+
+def test_help_names_the_exit_codes_that_exist(run: Callable[..., Result]) -> None:
+    listed = run("--help").out.partition("Exit codes:")[2].partition("Every option")[0]
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    raised = {kind.exit_code for kind in kinds if issubclass(kind, errors.LongchatError)}
+    codes = {int(word) for word in listed.split() if word.isdigit()}
+    assert codes == raised | {0, 129, 130, 141, 143}
 
 
 def test_version(run: Callable[..., Result]) -> None:
@@ -349,6 +365,7 @@ def test_models_and_methods(run: Callable[..., Result]) -> None:
     rows = json.loads(run("models", "list", "--json").out)
     assert {"name", "licence", "installed", "default"} <= set(rows[0])
     assert json.loads(run("models", "info", "smollm2", "--json").out)["licence"] == "Apache-2.0"
+    assert "\ndownload bytes: 9" in run("models", "info", "smollm2").out
     assert run("models", "default").out == "smollm2\n"
     text = run("methods").out
     for name in METHODS:
