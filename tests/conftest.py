@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Under nohup and in a background job of a script signals are ignored, here and in what tests start."""
+    for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
