@@ -34,7 +34,11 @@ class Console:
     def say(self, text: str) -> None:
         """What the user asked to see."""
         with contextlib.suppress(OSError, ValueError):  # a closed stderr must not end the work
-            print(text, file=sys.stderr, flush=True)
+            if "tqdm" in sys.modules:
+                sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)  # above a bar that is on the screen
+            else:
+                print(text, file=sys.stderr)
+            sys.stderr.flush()
 
     def detail(self, text: str) -> None:
         """A remark for `--verbose`."""

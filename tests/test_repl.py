@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -199,6 +200,26 @@ def test_progress_bar_is_gone_before_the_answer(start: Start) -> None:
     assert bar
     assert cleared.startswith("\r  "), "the line of the bar is wiped"
     assert "You" not in bar
+
+
+def test_warnings_stand_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longchat_cli.terminal import Console
+
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console()
+    with console.progress("reading") as bar:
+        time.sleep(0.6)
+        bar(1, 3)
+        console.warn("it forgets")
+        bar(3, 3)
+    before, _, after = screen.getvalue().partition("longchat: warning: it forgets")
+    assert "reading:  33%" in before
+    assert before.endswith("\r")
+    assert after.startswith("\n")
+    assert "reading:" in after
 
 
 def test_interrupts_count(monkeypatch: pytest.MonkeyPatch) -> None:
