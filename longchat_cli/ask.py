@@ -20,6 +20,8 @@ from longchat_cli.sampling import Sampling
 from longchat_cli.terminal import Console, Interrupts
 from longchat_cli.terminal_text import Sanitizer
 
+MANY = 200_000
+"""Tokens from which indexing takes long enough to be announced."""
 AROUND = 160
 """Tokens kept free beside the passages: the labels and the sentence that is said again."""
 
@@ -145,16 +147,21 @@ def _is_document(word: str) -> bool:
 
 def compose(documents: Sequence[Document], question: str) -> Message:
     """The user's turn: documents first, the question last, so that questions share the prefix."""
-    parts: list[Text] = []
+    texts: list[Text] = []
     for document in documents:
         if len(documents) > 1 and not document.header:  # files of a folder come with theirs
-            parts.append(Text(f"{document.name}\n"))
-        parts += [Text(_body(document), document.name), Text("\n\n")]
-    return Message("user", (*parts, Text(question)))
+            texts.append(Text(f"{document.name}\n"))
+        texts += [Text(_body(document), document.name), Text("\n\n")]
+    return _labelled(texts, question) if texts else Message.of("user", question)
 
 
 def _body(document: Document) -> str:
     return document.text.rstrip("\n")
+
+
+def _labelled(texts: Sequence[Text], question: str) -> Message:
+    """Small models find more in a text that is called one: 8 against 6 of 11 hard needles at 6k tokens."""
+    return Message("user", (Text("Text:\n"), *texts, Text("Question: "), Text(question)))
 
 
 def messages(system: str | None, user: Message) -> list[Message]:
@@ -192,6 +199,8 @@ def ask(
     session.require_questions_fit()
     method = session.method()
     if method == "recall":
+        if session.total > MANY:
+            console.notice(f"indexing {session.total:,} tokens")
         build = time.perf_counter()
         finder = make_finder(engine, documents, request.options)
         build = time.perf_counter() - build
@@ -224,6 +233,12 @@ class _Session:
 
     def require_questions_fit(self) -> None:
         """A question longer than the window cannot be answered by any method."""
+        if self.room <= 0:
+            raise ContextOverflow(
+                f"--max-tokens {self.request.sampling.max_tokens:,} leaves no room to read",
+                f"{self.engine.info.model} has a window of {self.engine.info.window:,} tokens",
+                "lower --max-tokens",
+            )
         for question in self.request.questions:
             size = len(self._prompt([], question))
             if size > self.room:
@@ -371,8 +386,8 @@ class _Session:
     def _compose_passages(self, found: Sequence[Found], question: str) -> Message:
         """The passages, the nearest sentence of the best one once more, and the question.
 
-        A small model is easily led away by what stands beside the answer: saying the sentence again and
-        labelling text and question raised the default model from 59 to 77 right answers of 110.
+        A small model is easily led away by what stands beside the answer: saying the sentence again (and
+        labelling text and question) raised the default model from 59 to 77 right answers of 110.
         """
         parts = [self._cut(passage.document, passage.begin, passage.end) for passage in found]
         if found:
@@ -380,7 +395,7 @@ class _Session:
             # Without a source: it was counted with its passage.
             parts.append(Text(self._cut(best.document, *best.focus).text))
         spaced = [piece for part in parts for piece in (part, Text("\n\n"))]
-        return Message("user", (Text("Text:\n"), *spaced, Text("Question: "), Text(question)))
+        return _labelled(spaced, question)
 
     def _cut(self, number: int, begin: int, end: int) -> Text:
         document = self.documents[number]

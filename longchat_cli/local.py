@@ -87,9 +87,8 @@ class LocalEngine:
         decoder, matcher = self.tokenizer.decoder(), StopMatcher((*sampling.stop, *self.assembler.stops))
         for count in range(sampling.max_tokens + 1):
             if count == sampling.max_tokens or (cancel and cancel()):
-                tail, _ = matcher.feed(decoder.flush())
-                reason = "length" if count == sampling.max_tokens else "cancelled"
-                yield Piece(tail + matcher.flush(), stop=reason)
+                # Bytes of a character that is not complete yet are left out.
+                yield Piece(matcher.flush(), stop="length" if count == sampling.max_tokens else "cancelled")
                 return
             assert self.logits is not None, "generate needs a prefilled prompt"
             token, logprob = choose(self.logits, sampling, self.ids[-PENALTY_SPAN:], generator)

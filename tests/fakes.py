@@ -80,9 +80,9 @@ class FakeEngine:
         yield Piece(decoder.flush(), stop="eos" if len(answer) <= sampling.max_tokens else "length")
 
     def said(self) -> str:
-        """The last user's text in the state, its last paragraph."""
+        """The last user's text in the state, its last paragraph without the label."""
         text = self.assembler.show(Prompt(self.ids)).split("user\n")[-1]
-        return text.split("⟦")[0].split("\n\n")[-1]
+        return text.split("⟦")[0].split("\n\n")[-1].removeprefix("Question: ")
 
     def coverage(self) -> Coverage:
         budget = len(self.ids)

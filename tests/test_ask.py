@@ -194,13 +194,13 @@ def test_auto_reads_passages_of_a_long_document(run: Ask) -> None:
     assert answer.coverage["read"] == done.engine.count(passage["text"])
     assert answer.usage["document_tokens"] == done.engine.count(LONG.text.rstrip())
     assert done.finder.budgets[0] + 64 < 512
-    assert "You said: Question: what is in line 150?" in done.said
+    assert "You said: what is in line 150?" in done.said
 
 
 def test_recall_answers_each_question_from_an_empty_state(run: Ask) -> None:
     done = run("first?", "second?", documents=[LONG], method="recall")
     assert len(done.engine.ids) == done.answers[1].coverage["seen"]
-    assert [a.answer for a in done.answers] == ["You said: Question: first?", "You said: Question: second?"]
+    assert [a.answer for a in done.answers] == ["You said: first?", "You said: second?"]
 
 
 def test_full_beyond_the_window_is_refused_with_counts(run: Ask) -> None:

@@ -228,7 +228,10 @@ def test_failed_run_keeps_the_old_output(run: Callable[..., Result], note: str, 
 
 def test_show_prompt_marks_control_tokens(run: Callable[..., Result], note: str) -> None:
     done = run("ask", note, "how many sails?", "--show-prompt")
-    assert "⟦<|im_start|>⟧user\nThe mill has seven sails.\n\nhow many sails?⟦<|im_end|>⟧" in done.err
+    assert (
+        "⟦<|im_start|>⟧user\nText:\nThe mill has seven sails.\n\nQuestion: how many sails?⟦<|im_end|>⟧"
+        in done.err
+    )
     assert done.out == "You said: how many sails?\n"
 
 
