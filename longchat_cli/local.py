@@ -21,8 +21,8 @@ from longchat_cli.terminal_text import StopMatcher
 from longchat_cli.tokens import Tokenizer
 
 CHUNK = 512
-SHORTEST_LOOP, LONGEST_LOOP, LOOP_REPEATS = 4, 64, 6
-"""Greedy decoding never leaves a loop: six rounds of the same 4 to 64 tokens end the answer."""
+SHORTEST_LOOP, LONGEST_LOOP, LOOP_REPEATS = 4, 64, 4
+"""Greedy decoding never leaves a loop: four rounds of the same 4 to 64 tokens end the answer."""
 PENALTY_SPAN = 256
 """The repetition penalty looks at this many tokens back, so that an endless chat stays flat in time."""
 
