@@ -438,7 +438,7 @@ def methods(name: str | None, as_json: bool) -> None:
         return
     for key, row in rows.items():
         click.echo(f"{key}: {row['summary']}")
-        for heading in ("keeps", "forgets", "cost"):
+        for heading in ("keeps", "forgets", "cost", "reach"):
             click.echo(f"  {heading + ':':<9}{row[heading]}")
         if name:
             for option in row["options"]:
@@ -455,6 +455,7 @@ def _about(cls: Any) -> dict[str, Any]:
         "keeps": cls.keeps,
         "forgets": cls.forgets,
         "cost": cls.cost,
+        "reach": "texts of any length" if cls.unlimited else "the model's trained window",
         "options": options,
     }
 
