@@ -431,6 +431,9 @@ def test_the_default_can_be_changed(home: Path) -> None:
     catalog.set_default("gemma3-270m")
     assert catalog.default() == "gemma3-270m"
     assert [entry.name for entry in catalog.entries() if entry.default] == ["gemma3-270m"]
+    with pytest.raises(BadInput, match="not a model directory"):
+        catalog.set_default(str(home))
+    (home / "config.json").write_text("{}")
     catalog.set_default(str(home))
     assert catalog.default() == str(home.resolve())
     with pytest.raises(UsageError):
