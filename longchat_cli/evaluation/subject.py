@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from longchat_cli import ask
@@ -36,8 +37,7 @@ def subject(
             make(engine, collection.documents, request.options)
             return [Answer("", _ranked(finders, document, question)) for question in questions]
         answers = []
-        asked = ask.Request(tuple(questions), request.system, request.method, request.options,
-                            request.overflow, request.sampling)  # fmt: skip
+        asked = replace(request, questions=tuple(questions))
         for got in ask.ask(open_engine, make, collection, asked, lambda text: None, console, interrupts):
             answers.append(Answer(got.answer, _ranked(finders, document, got.question), got.coverage))
         return answers
