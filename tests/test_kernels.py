@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from longchat_cli import kernels
 from longchat_cli.errors import UsageError
-from longchat_cli.kernels import Observe, Rotation, Span, flash, flash_cpu, reference
+from longchat_cli.kernels import Observe, Rotation, Span, flash, reference, sdpa
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [1, 2, 7, 63, 64, 100]
@@ -25,8 +25,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 def both(q: Tensor, spans: list[Span], scale: float = 0.25, sinks: Tensor | None = None) -> Tensor:
     """Run both kernels, compare outputs and scores, return the output."""
-    assert flash_cpu.accepts(q, spans, None, sinks) is None
-    found, found_scores = flash_cpu.attend(q, spans, scale, None, sinks)
+    assert sdpa.accepts(q, spans, None, sinks) is None
+    found, found_scores = sdpa.attend(q, spans, scale, None, sinks)
     wanted, wanted_scores = reference.attend(q, spans, scale, None, sinks)
     tolerance = TOLERANCE[q.dtype]
     assert found.dtype == wanted.dtype == q.dtype
@@ -128,10 +128,10 @@ def test_a_masked_key_has_no_influence_at_all():
     """However large: what is outside the visible part has no weight, not a small one."""
     k, v, q = normal(2, 40, 16), normal(2, 40, 16, seed=1), normal(4, 7, 16, seed=2)
     stop = torch.arange(20, 27)
-    clean = [kernel.attend(q, [Span(k, v, 3, stop)], 0.25)[0] for kernel in (flash_cpu, reference)]
+    clean = [kernel.attend(q, [Span(k, v, 3, stop)], 0.25)[0] for kernel in (sdpa, reference)]
     k2, v2 = k.clone(), v.clone()
     k2[:, :3], v2[:, 30:], k2[:, 30:] = 1e30, -1e30, 1e4
-    dirty = flash_cpu.attend(q, [Span(k2, v2, 3, stop)], 0.25)[0]
+    dirty = sdpa.attend(q, [Span(k2, v2, 3, stop)], 0.25)[0]
     assert torch.allclose(dirty, clean[0], atol=1e-6)
     assert torch.allclose(clean[0], clean[1], atol=1e-5)
 
@@ -167,7 +167,7 @@ def test_scores_by_hand(rows, heads):
     assert torch.allclose(found, joint @ values, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [flash_cpu, reference])
+@pytest.mark.parametrize("kernel", [sdpa, reference])
 def test_splitting_keys_over_spans_changes_nothing(kernel):
     q, k, v = normal(6, 33, 16), normal(2, 100, 16, seed=1), normal(2, 100, 16, seed=2)
     stop = torch.arange(68, 101)
@@ -177,7 +177,7 @@ def test_splitting_keys_over_spans_changes_nothing(kernel):
     assert torch.allclose(kernel.attend(q, parts, 0.25)[0], whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", [flash_cpu, reference])
+@pytest.mark.parametrize("kernel", [sdpa, reference])
 @pytest.mark.parametrize("rows", [1, 63, 100])
 @pytest.mark.parametrize("window", [None, 17])
 def test_against_torch(kernel, rows, window):
@@ -199,9 +199,9 @@ def test_softcap_and_wide_values_are_the_references():
     assert torch.allclose(out, logits.softmax(-1) @ v[..., :16].repeat_interleave(2, 0), atol=1e-5)
     wide, _ = kernels.attend(q, [Span(k, v)], 1.0)
     assert wide.shape == (4, 9, 24)
-    assert "softcap" in (flash_cpu.accepts(q, [Span(k, k)], 2.0, None) or "")
-    assert "width" in (flash_cpu.accepts(q, [Span(k, v)], None, None) or "")
-    assert "dtype" in (flash_cpu.accepts(q.double(), [Span(k, k)], None, None) or "")
+    assert "softcap" in (sdpa.accepts(q, [Span(k, k)], 2.0, None) or "")
+    assert "width" in (sdpa.accepts(q, [Span(k, v)], None, None) or "")
+    assert "dtype" in (sdpa.accepts(q.double(), [Span(k, k)], None, None) or "")
 
 
 def test_rotation_undoes_itself_and_leaves_other_channels():
@@ -231,7 +231,7 @@ def test_dispatch_takes_the_first_that_accepts(unforced):
     kernels.attend(q, [Span(k, k)], 1.0)
     kernels.attend(q, [Span(k, k)], 1.0, softcap=1.0)
     gained = kernels.served - before
-    assert gained == {"flash-cpu": 1, "reference": 1}
+    assert gained == {"sdpa": 1, "reference": 1}
 
 
 def test_forced_kernel(unforced):
@@ -240,10 +240,10 @@ def test_forced_kernel(unforced):
     before = kernels.served.copy()
     kernels.attend(q, [Span(k, k)], 1.0)
     assert kernels.served - before == {"reference": 1}
-    kernels.force("flash-cpu")
-    with pytest.raises(UsageError, match=r"flash-cpu.*softcap"):
+    kernels.force("sdpa")
+    with pytest.raises(UsageError, match=r"sdpa.*softcap"):
         kernels.attend(q, [Span(k, k)], 1.0, softcap=1.0)
-    with pytest.raises(UsageError, match="flash-cpu, reference"):
+    with pytest.raises(UsageError, match="sdpa, reference"):
         kernels.force("cuda-magic")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from longchat_cli.errors import UsageError
-from longchat_cli.kernels import flash, flash_cpu, reference
+from longchat_cli.kernels import flash, reference, sdpa
 from longchat_cli.kernels.span import Bound, Observe, Rotation, Span
 
 __all__ = ["Bound", "Observe", "Rotation", "Span", "attend", "force", "report", "served"]
@@ -17,12 +17,12 @@ Accepts = Callable[[Tensor, Sequence[Span], float | None, Tensor | None], str | 
 
 KERNELS: dict[str, tuple[Accepts, Callable]] = {
     "flash": (flash.accepts, flash.attend),
-    "flash-cpu": (flash_cpu.accepts, flash_cpu.attend),
+    "sdpa": (sdpa.accepts, sdpa.attend),
     "reference": (lambda q, spans, softcap, sinks: None, reference.attend),
 }
 DESCRIPTIONS = {
     "flash": "flash-attn, for plain full attention on a GPU",
-    "flash-cpu": "torch's fused CPU attention, one log-sum-exp merge over spans",
+    "sdpa": "torch's fused CPU attention, one log-sum-exp merge over spans",
     "reference": "dense float32; serves whatever no other kernel accepts",
 }
 
@@ -65,5 +65,5 @@ def report() -> list[tuple[str, bool, str]]:
     import torch
 
     cuda = torch.cuda.is_available()
-    reasons = {"flash": flash.missing(), "flash-cpu": "a GPU is in use" if cuda else None, "reference": None}
+    reasons = {"flash": flash.missing(), "sdpa": "a GPU is in use" if cuda else None, "reference": None}
     return [(name, reason is None, reason or DESCRIPTIONS[name]) for name, reason in reasons.items()]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longchat_cli.kernels.packed import dense
 from longchat_cli.kernels.span import Span
 
 
@@ -52,7 +53,7 @@ def attend(
     """As `reference.attend` for what `accepts` lets through. Grouped keys are read in place."""
     from flash_attn import flash_attn_func
 
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, spans[0].k, spans[0].v))
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, dense(spans[0].k), dense(spans[0].v)))
     # Causal masks of flash-attn are aligned at the last key, as ours are.
     out = flash_attn_func(query, key, value, softmax_scale=scale, causal=True, softcap=softcap or 0.0)
     return out[0].transpose(0, 1), [None]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longchat_cli.kernels.span import Bound, Observe, Span
+from longchat_cli.kernels.packed import dense
+from longchat_cli.kernels.span import INDEX_ROWS, Bound, Observe, Span
 
 
 def attend(
@@ -36,7 +37,7 @@ def attend(
     for span in spans:
         part = probabilities[..., offset : offset + span.k.shape[1]]
         offset += span.k.shape[1]
-        out += part @ _per_head(span.v, heads).float()
+        out += part @ _per_head(dense(span.v), heads).float()
         scores.append(None if span.observe is None else reduce_scores(part, _groups(spans), span.observe))
     return out.to(q.dtype), scores
 
@@ -59,11 +60,22 @@ def reduce_scores(probabilities: Tensor, groups: int, observe: Observe) -> Tenso
 
 def _logits(q: Tensor, span: Span, scale: float, softcap: float | None) -> Tensor:
     query = span.turn.apply(q) if span.turn is not None else q
-    logits = query.float() @ _per_head(span.k, q.shape[0]).float().transpose(1, 2) * scale
+    logits = query.float() @ _per_head(dense(span.k), q.shape[0]).float().transpose(1, 2) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     start, stop = span.limits()
-    return logits.masked_fill(~visible(start, stop, span.k.shape[1], q.device), float("-inf"))
+    seen = visible(start, stop, span.k.shape[1], q.device)
+    if span.index is not None:
+        seen = seen & _per_head(listed(span.index, span.k.shape[1], q.shape[1]), q.shape[0])
+    return logits.masked_fill(~seen, float("-inf"))
+
+
+def listed(index: Tensor, keys: int, rows: int) -> Tensor:
+    """Which keys an index [groups, runs, n] gives each row: bool [groups, rows, keys]."""
+    runs = torch.zeros(*index.shape[:2], keys + 1, dtype=torch.bool, device=index.device)
+    # Fillers of -1 land in a column of their own.
+    runs.scatter_(2, index.long() % (keys + 1), True)
+    return runs[..., :keys].repeat_interleave(INDEX_ROWS, dim=1)[:, :rows]
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from longchat_cli.kernels.packed import Keys
+
 Bound = int | Tensor
 """A visible range's end: one number for every query row, or an int64 tensor [rows]."""
 
@@ -46,21 +48,28 @@ class Observe:
     heads: Literal["max", "mean", "sum"] = "max"
 
 
+INDEX_ROWS = 64
+"""Rows that share one list of an indexed span."""
+
+
 @dataclass(frozen=True)
 class Span:
-    """A set of keys that every query row sees a contiguous part of.
+    """A set of keys that every query row sees a contiguous part of, or a listed part of.
 
-    k, v: [groups, keys, dim], groups = KV heads or query heads. Row i sees keys start[i] <= j < stop[i]
-    (`stop` None: to the end). `turn` rotates the queries for this span: from their true position to the
-    apparent one. All spans of a call share one softmax.
+    k, v: [groups, keys, dim], plain or packed, groups = KV or query heads. Row i sees keys
+    start[i] <= j < stop[i] (`stop` None: to the end), and with `index`, int64 [groups, runs, n], only those
+    listed in index[:, i // INDEX_ROWS]: none twice, filled up with -1, and the span cannot be observed.
+    `turn` rotates the queries for this span, from their true position to the apparent one.
+    All spans of a call share one softmax.
     """
 
-    k: Tensor
-    v: Tensor
+    k: Keys
+    v: Keys
     start: Bound = 0
     stop: Bound | None = None
     turn: Rotation | None = None
     observe: Observe | None = None
+    index: Tensor | None = None
 
     def limits(self) -> tuple[Bound, Bound]:
         return self.start, self.k.shape[1] if self.stop is None else self.stop

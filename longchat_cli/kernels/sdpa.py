@@ -1,18 +1,24 @@
 """Attention over spans by torch's fused CPU kernel: each range's output and log-sum-exp, then one merge.
 
 The kernel reads grouped keys through a stride of zero, so nothing is repeated to query heads, and a span is
-cut into the keys that every row sees (no mask) and its ragged ends (a mask of at most rows x rows).
+cut into the keys that every row sees (no mask) and its ragged ends (a mask of at most rows x rows). Packed
+keys are unpacked and listed keys gathered first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from longchat_cli.kernels.packed import Packed, dense
 from longchat_cli.kernels.reference import reduce_scores, visible
-from longchat_cli.kernels.span import Bound, Span
+from longchat_cli.kernels.span import INDEX_ROWS, Bound, Span
+
+Part = tuple[Tensor, Tensor]
+"""Output [heads, rows, dim] and log-sum-exp [heads, rows] over some of the keys."""
 
 NEVER = float("-inf")
 
@@ -38,11 +44,12 @@ def attend(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """As `reference.attend`; scores cost a second pass over the keys of the span that asked."""
+    spans = [_dense(span) for span in spans]
     queries = [q if span.turn is None else span.turn.apply(q) for span in spans]
     parts = [
-        _range(query, span, low, high, scale)
+        part
         for query, span in zip(queries, spans, strict=True)
-        for low, high in _cuts(span, q.shape[1])
+        for part in (_parts(query, span, scale) if span.index is None else [_listed(query, span, scale)])
     ]
     if sinks is not None or not parts:
         lse = torch.full((len(q),), NEVER) if sinks is None else sinks.float()
@@ -72,22 +79,53 @@ def _extent(bound: Bound) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def _range(q: Tensor, span: Span, low: int, high: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [heads, rows, dim] and log-sum-exp [heads, rows] over keys low..high of one span."""
+def _dense(span: Span) -> Span:
+    packed = isinstance(span.k, Packed) or isinstance(span.v, Packed)
+    return replace(span, k=dense(span.k), v=dense(span.v)) if packed else span
+
+
+def _parts(q: Tensor, span: Span, scale: float) -> list[Part]:
+    """One part for each range that the span is cut into."""
+    rows, k, v = q.shape[1], dense(span.k), dense(span.v)
+    return [
+        _range(q, k[:, low:high], v[:, low:high], _mask(span, rows, low, high), scale)
+        for low, high in _cuts(span, rows)
+    ]
+
+
+def _listed(q: Tensor, span: Span, scale: float) -> Part:
+    """The one part of an indexed span, a run of rows at a time."""
+    assert span.index is not None
+    outs, start, stop = [], *span.limits()
+    for run, first in enumerate(range(0, q.shape[1], INDEX_ROWS)):
+        rows = slice(first, min(first + INDEX_ROWS, q.shape[1]))
+        index = span.index[:, run].long()  # [groups, n]
+        low, high = (b if isinstance(b, int) else b[rows].view(1, -1, 1) for b in (start, stop))
+        place = index.unsqueeze(1)
+        seen = ((place >= low) & (place < high) & (place >= 0)).expand(-1, rows.stop - rows.start, -1)
+        at = index.clamp(min=0).unsqueeze(-1)
+        k, v = (torch.take_along_dim(x, at, dim=1) for x in (dense(span.k), dense(span.v)))
+        outs.append(_range(q[:, rows], k, v, None if bool(seen.all()) else seen, scale))
+    out, lse = (torch.cat(parts, dim=1) for parts in zip(*outs, strict=True))
+    return out, lse
+
+
+def _range(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Part:
+    """q over all of k, v [groups, keys, dim], or where mask [1 or groups, rows, keys] is true."""
     heads, rows, dim = q.shape
-    groups = span.k.shape[0]
-    shape = (groups, heads // groups, high - low, dim)
-    k, v = (_dense_rows(x[:, low:high]).unsqueeze(1).expand(shape) for x in (span.k, span.v))
-    mask = _mask(span, rows, low, high, q.device)
+    groups, keys = k.shape[:2]
+    shape = (groups, heads // groups, keys, dim)
+    k, v = (_dense_rows(x).unsqueeze(1).expand(shape) for x in (k, v))
     bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, NEVER)
     grouped = _dense_rows(q).reshape(groups, heads // groups, rows, dim)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        grouped, k, v, 0.0, False, attn_mask=bias, scale=scale
+        grouped, k, v, 0.0, False, attn_mask=None if bias is None else bias.unsqueeze(1), scale=scale
     )
     lse = lse.reshape(heads, rows)
     if mask is not None:
         # A row that sees none of these keys comes back with log-sum-exp 0.
-        lse = lse.masked_fill(~mask.any(dim=-1).view(1, -1), NEVER)
+        empty = ~mask.any(dim=-1)
+        lse = lse.masked_fill(empty.repeat_interleave(heads // empty.shape[0], dim=0), NEVER)
     return out.reshape(heads, rows, dim), lse
 
 
@@ -96,15 +134,15 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _mask(span: Span, rows: int, low: int, high: int, device: torch.device) -> Tensor | None:
+def _mask(span: Span, rows: int, low: int, high: int) -> Tensor | None:
+    """Which of keys low..high each row sees, bool [1, rows, keys]; None for all of them."""
     start, stop = span.limits()
     if _extent(start)[1] <= low and _extent(stop)[0] >= high:
         return None
-    mask = visible(start - low, stop - low, high - low, device)
-    return mask.expand(rows, high - low)[None, None]
+    return visible(start - low, stop - low, high - low, dense(span.k).device).expand(rows, high - low)[None]
 
 
-def _merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _merge(parts: Sequence[Part]) -> Part:
     """Join partial softmaxes by their log-sum-exp: exactly one softmax over all ranges."""
     if len(parts) == 1:
         return parts[0]
@@ -117,17 +155,26 @@ def _merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return out, total
 
 
+TILE = 512
+"""Keys whose probabilities are computed at once: they stay in the processor's cache."""
+
+
 def _scores(q: Tensor, span: Span, total: Tensor, scale: float, spans: Sequence[Span]) -> Tensor:
+    """The probabilities that `span` asks for, a tile of keys at a time."""
     assert span.observe is not None
-    heads, rows, dim = q.shape
     start, stop = span.limits()
     if span.observe.rows == "last":
         q, total = q[:, -1:], total[:, -1:]
         start, stop = (b if isinstance(b, int) else b[-1:] for b in (start, stop))
-    groups = span.k.shape[0]
-    grouped = q.reshape(groups, -1, dim)
-    logits = (grouped @ span.k.transpose(1, 2)).float() * scale
-    probabilities = torch.exp(logits.view(heads, q.shape[1], -1) - total.unsqueeze(-1))
-    seen = visible(start, stop, span.k.shape[1], q.device)
-    probabilities = probabilities.masked_fill(~seen, 0.0)
-    return reduce_scores(probabilities, min(s.k.shape[0] for s in spans), span.observe)
+    keys, groups = dense(span.k), min(s.k.shape[0] for s in spans)
+    grouped, last = q.reshape(keys.shape[0], -1, q.shape[-1]), _extent(stop)[1]
+    found = torch.zeros(groups, keys.shape[1])
+    for low in range(min(_extent(start)[0], last), last, TILE):
+        high = min(low + TILE, last)
+        part = grouped @ keys[:, low:high].transpose(1, 2)
+        part = part.view(len(q), q.shape[1], -1).float().mul_(scale).sub_(total.unsqueeze(-1)).exp_()
+        if _extent(start)[1] > low or _extent(stop)[0] < high:
+            seen = visible(start - low, stop - low, high - low, q.device)
+            part.masked_fill_(~seen, 0.0)
+        found[:, low:high] = reduce_scores(part, groups, span.observe)
+    return found
