@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from longchat_cli import kernels
 from longchat_cli.errors import UsageError
-from longchat_cli.kernels import Observe, Rotation, Span, flash, reference, sdpa
+from longchat_cli.kernels import Observe, Rotation, Span, flash, packed, reference, sdpa
+from longchat_cli.kernels.span import INDEX_ROWS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [1, 2, 7, 63, 64, 100]
@@ -48,11 +49,23 @@ def rotation(rows: int, planes: int, interleaved: bool, seed: int = 0) -> Rotati
     return Rotation(angles.cos(), angles.sin(), interleaved)
 
 
+def random_index(groups: int, rows: int, keys: int, seed: int) -> Tensor:
+    """A list of distinct keys in any order for each run of rows, filled up with -1 anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(groups, -(-rows // INDEX_ROWS), keys, generator=generator).argsort(-1)
+    filler = torch.rand(order.shape, generator=generator) < 0.3
+    return order.masked_fill(filler, -1)[..., : max(1, keys // 2)]
+
+
 def random_span(rng: random.Random, heads: int, groups: int, rows: int, dim: int, seed: int) -> Span:
-    """Any span a method could return: bounds as numbers or per row, per head, turned, observed."""
+    """Any span a method could return: bounds of any kind, per head, packed, listed, turned, observed."""
     keys = rng.choice(SIZES)
     count = heads if rng.random() < 0.2 else groups
     k, v = normal(count, keys, dim, seed=seed), normal(count, keys, dim, seed=seed + 1)
+    held: tuple[packed.Keys, packed.Keys] = k, v
+    if rng.random() < 0.2:
+        kind = rng.choice(list(packed.LIMITS))
+        held = packed.pack(k, kind, per_channel=keys % packed.RUN == 0), packed.pack(v, kind, False)
     if rng.random() < 0.5:
         start, stop = rng.randint(0, keys), rng.choice([None, rng.randint(0, keys)])
     else:
@@ -68,10 +81,12 @@ def random_span(rng: random.Random, heads: int, groups: int, rows: int, dim: int
         if rng.random() < 0.3
         else None
     )
+    if rng.random() < 0.3:
+        return Span(*held, start, stop, turn, index=random_index(count, rows, keys, seed))
     observe = None
     if rng.random() < 0.5:
         observe = Observe(rng.choice(["last", "sum"]), rng.choice(["max", "mean", "sum"]))
-    return Span(k, v, start, stop, turn, observe)
+    return Span(*held, start, stop, turn, observe)
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -87,6 +102,57 @@ def test_random_spans(rows, heads, groups):
             spans.append(Span(normal(groups, 3, dim), normal(groups, 3, dim)))
         sinks = normal(heads, seed=trial) * 3 if rng.random() < 0.3 else None
         both(normal(heads, rows, dim, seed=trial), spans, sinks=sinks)
+
+
+@pytest.mark.parametrize("kernel", [sdpa, reference])
+def test_listed_keys_by_hand(kernel):
+    """70 rows in two runs with lists of their own, per KV head, inside a causal window."""
+    q, k, v = normal(4, 70, 16), normal(2, 90, 16, seed=1), normal(2, 90, 16, seed=2)
+    index = torch.full((2, 2, 5), -1)
+    index[0, 0, :3], index[0, 1] = torch.tensor([40, 0, 7]), torch.tensor([89, 3, 60, 20, 66])
+    index[1, 0, 1:], index[1, 1, 2] = torch.tensor([19, 20, 21, 22]), 65
+    stop, start = torch.arange(21, 91), torch.arange(70) // 35
+    seen = torch.zeros(4, 70, 90, dtype=torch.bool)
+    for head, row in itertools.product(range(4), range(70)):
+        for key in index[head // 2, row // 64].tolist():
+            if start[row] <= key < stop[row]:
+                seen[head, row, key] = True
+    wanted = F.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 0) for x in (k, v)), seen, scale=0.3)
+    found, _ = kernel.attend(q, [Span(k, v, start, stop, index=index)], 0.3)
+    assert not found[~seen.any(-1)].any()
+    assert torch.allclose(found[seen.any(-1)], wanted[seen.any(-1)], atol=1e-5)
+    everything = torch.arange(90).expand(2, 2, 90)
+    whole, _ = kernel.attend(q, [Span(k, v, start, stop)], 0.3)
+    assert torch.allclose(
+        kernel.attend(q, [Span(k, v, start, stop, index=everything)], 0.3)[0], whole, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kernel", [sdpa, reference])
+@pytest.mark.parametrize(("kind", "step"), [("int8", 1 / 127), ("fp8", 1 / 8), ("int4", 2 / 15)])
+def test_packed_keys(kernel, kind, step):
+    """Attention over packed keys is that over what they stand for: each value, unpacked here by itself."""
+    k, v, q = normal(2, 128, 16), normal(2, 128, 16, seed=1), normal(4, 9, 16, seed=2)
+    pk, pv = packed.pack(k, kind, per_channel=True), packed.pack(v, kind, per_channel=False)
+    assert pk.shape == pv.shape == (2, 128, 16)
+    for x, held in ((k, pk), (v, pv)):
+        unpacked = torch.zeros_like(x)
+        for head, token, channel in itertools.product(range(2), range(128), range(16)):
+            at = (head, token // packed.RUN, channel) if held is pk else (head, token, 0)
+            if kind == "int4":
+                code = int(held.data[head, token, channel // 2]) >> (4 * (channel % 2)) & 15
+                assert held.zero is not None
+                unpacked[head, token, channel] = code * held.scale[at] + held.zero[at]
+            else:
+                unpacked[head, token, channel] = held.data[head, token, channel].float() * held.scale[at]
+        assert torch.allclose(held.dense(), unpacked, atol=1e-6)
+        assert (unpacked - x).abs().max() <= step * x.abs().max()
+    stop = torch.arange(120, 129)
+    wanted, _ = reference.attend(q, [Span(pk.dense(), pv.dense(), 3, stop)], 0.25)
+    observed = Span(pk, pv, 3, stop, observe=Observe("sum", "mean"))
+    assert torch.allclose(kernel.attend(q, [observed], 0.25)[0], wanted, atol=1e-5)
+    listed = Span(pk, pv, 3, stop, index=torch.arange(128).expand(2, 1, 128))
+    assert torch.allclose(kernel.attend(q, [listed], 0.25)[0], wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
