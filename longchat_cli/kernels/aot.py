@@ -1,0 +1,167 @@
+"""Ahead-of-time compilation of the Triton kernels: what each costs on an SM, without a GPU.
+
+A kernel that spills, that does not fit the shared memory, or whose products miss the tensor cores shows here,
+in the test suite and in `longchat doctor --kernels`, before it ever runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longchat_cli.errors import Unavailable
+
+MODULES: tuple[str, ...] = ()
+"""Modules of this package with Triton kernels; each has `configurations()`, what its launcher can choose."""
+
+TARGETS = {80: "A100", 90: "H100, H200"}
+"""Compute capabilities that are checked."""
+
+SHARED_LIMIT = 99 * 1024
+"""Bytes of shared memory that a block may use on every GPU from Ampere on (sm_86 and sm_89 have least)."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way in which a launcher calls `kernel` (a @triton.jit function).
+
+    `signature` gives every argument's type in Triton's notation: "*bf16", "fp32", "i32", with ":16" after a
+    number that is always a multiple of 16 (pointers are taken to be), and "constexpr" or nothing for the
+    arguments in `constants`. `dot`: the kernel has matrix products. `quick`: checked in every test run.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 2
+    dot: bool = True
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one block of a compiled kernel takes: registers a thread, bytes spilled a thread, bytes of shared
+    memory; `occupancy`, the share of an SM's warps that can be resident; the tensor-core `instruction`."""
+
+    registers: int
+    spills: int
+    shared_bytes: int
+    occupancy: float
+    instruction: str | None
+
+    def faults(self, dot: bool) -> list[str]:
+        """What is wrong with it, empty when nothing is."""
+        found = [f"{self.spills} bytes spilled"] if self.spills else []
+        if self.shared_bytes > SHARED_LIMIT:
+            found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {SHARED_LIMIT}")
+        return [*found, "no tensor-core instruction"] if dot and not self.instruction else found
+
+
+@dataclass(frozen=True)
+class SM:
+    """A streaming multiprocessor (CUDA programming guide, technical specifications per capability)."""
+
+    shared_bytes: int
+    registers: int = 65536
+    warps: int = 64
+    blocks: int = 32
+
+    def occupancy(self, registers: int, shared_bytes: int, warps: int) -> float:
+        """Share of resident warps with blocks of `warps` warps; registers come by 256 a warp, and each block
+        takes 1 KiB of shared memory for the system."""
+        per_block = warps * _up(registers * 32, 256)
+        fit = [self.blocks, self.warps // warps, self.registers // max(per_block, 1)]
+        fit.append(self.shared_bytes // _up(shared_bytes + 1024, 128))
+        return min(fit) * warps / self.warps
+
+
+SMS = {80: SM(164 * 1024), 90: SM(228 * 1024)}
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here; None when it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton, on Linux)"
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return "TRITON_INTERPRET is set: interpreted kernels cannot be compiled" if interpreted else None
+
+
+def configurations() -> Iterator[Configuration]:
+    """Every configuration of every kernel that the dispatcher can choose."""
+    for module in MODULES:
+        yield from importlib.import_module(f"longchat_cli.kernels.{module}").configurations()
+
+
+def compile(configuration: Configuration, capability: int) -> Compiled:
+    """Compile for compute capability 80 or 90; takes about a second.
+
+    Raises Unavailable where triton is not installed or interprets; a kernel that is wrong raises Triton's own
+    errors.
+    """
+    if reason := missing():
+        raise Unavailable("kernels cannot be compiled ahead of time", reason)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    chosen = configuration
+    options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
+    built = triton.compile(
+        ASTSource(chosen.kernel, *_arguments(chosen)), GPUTarget("cuda", capability, 32), options
+    )
+    ptx, shared = built.asm["ptx"], built.metadata.shared
+    registers, spills = _assemble(ptx, capability)
+    occupancy = SMS[capability].occupancy(registers, shared, chosen.warps)
+    return Compiled(registers, spills, shared, occupancy, _instruction(ptx))
+
+
+def _arguments(chosen: Configuration) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
+    """Signature, constants and attributes in the kernel's own order, as ASTSource takes them."""
+    signature, multiples = {}, {}
+    for place, name in enumerate(chosen.kernel.arg_names):
+        kind = "constexpr" if name in chosen.constants else chosen.signature[name]
+        signature[name], _, multiple = kind.partition(":")
+        if multiple or kind.startswith("*"):
+            multiples[(place,)] = [["tt.divisibility", 16]]
+    return signature, chosen.constants, multiples
+
+
+def _assemble(ptx: str, capability: int) -> tuple[int, int]:
+    """Registers and spilled bytes a thread, as ptxas reports them."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        # The flags that Triton itself assembles with: others allocate registers differently.
+        command = [get_ptxas(capability).path, "-v", "-lineinfo", "--regAllocOptLevel=2"]
+        command += [f"--gpu-name={sm_arch_from_capability(capability)}", str(source), "-o", f"{source}.o"]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    stores, loads = (int(_find(rf"(\d+) bytes spill {kind}", log)) for kind in ("stores", "loads"))
+    return int(_find(r"Used (\d+) registers", log)), max(stores, loads)
+
+
+def _find(pattern: str, log: str) -> str:
+    found = re.search(pattern, log)
+    if found is None:
+        raise ValueError(f"ptxas does not report /{pattern}/: {log}")
+    return found[1]
+
+
+def _instruction(ptx: str) -> str | None:
+    """The tensor-core instruction of sm_90 (a whole warp group) or of sm_80 (one warp), if any."""
+    return next((name for name in ("wgmma.mma_async", "mma.sync") if name in ptx), None)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
