@@ -23,12 +23,17 @@ class Rope:
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Rotation by positions [rows] (float64 or int64; may be negative)."""
-        angles = positions.double().unsqueeze(-1) * self.frequencies.to(positions.device)
-        return Rotation(angles.cos().float(), angles.sin().float(), self.interleaved)
+        return Rotation(*cos_sin(positions, self.frequencies), self.interleaved)
 
     def unrotate(self, k: Tensor, positions: Tensor) -> Tensor:
         """Take the rotation at positions [rows] out of k [heads, rows, dim]."""
         return self.rotation(-positions).apply(k)
+
+
+def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions [...] x frequencies [planes], float32 [..., planes], from float64 angles."""
+    angles = positions.double().unsqueeze(-1) * frequencies.to(positions.device).double()
+    return angles.cos().float(), angles.sin().float()
 
 
 def default_frequencies(dim: int, base: float) -> Tensor:
