@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,7 +50,7 @@ class LocalEngine:
         self.decoder, self.tokenizer, self.method = decoder, tokenizer, method
         self.assembler = Assembler(tokenizer)
         self._info = info
-        self.chunk = min(chunk, method.chunk or chunk)
+        self.chunk = sys.maxsize if method.whole else min(chunk, method.chunk or chunk)
         self.reset()
 
     @property

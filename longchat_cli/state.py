@@ -11,14 +11,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longchat_cli.attention.layer import Cache, KVBuffer
+from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.layer import Cache
 from longchat_cli.errors import BadInput, MissingInput, StorageError
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(path: Path, cache: Cache, about: dict[str, Any], extra: dict[str, Tensor]) -> None:
@@ -31,7 +33,8 @@ def save(path: Path, cache: Cache, about: dict[str, Any], extra: dict[str, Tenso
         raise BadInput("this state cannot be saved", "the model keeps layers of its own (sliding or linear)")
     tensors: dict[str, Tensor] = dict(extra)
     layers = [_pack(layer.state(), tensors) for layer in cache.own()]
-    header = {"format": FORMAT, "about": about, "seen": cache.seen, "layers": layers}
+    counters = {"position": cache.position, "skipped": cache.skipped, "text": cache.text.tolist()}
+    header = {"format": FORMAT, "about": about, "layers": layers, **counters}
     try:
         handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
         os.close(handle)
@@ -67,7 +70,8 @@ def load(path: Path, cache: Cache, about: dict[str, Any]) -> tuple[dict[str, Any
             if state.keys() != layer.state().keys():
                 raise KeyError("layer fields")
             vars(layer).update(state)
-        cache.seen = int(header["seen"])
+        cache.position, cache.skipped = int(header["position"]), int(header["skipped"])
+        cache.text = torch.tensor(header["text"], dtype=torch.int64)
     except _DAMAGE as error:
         raise BadInput(f"{path} is damaged or not a state", str(error), "remove it") from error
     return header["about"], {name: x for name, x in tensors.items() if not name.startswith(_PREFIX)}

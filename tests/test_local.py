@@ -243,10 +243,10 @@ class Scripted:
         self.script, self.vocab_size, self.prompt = list(script), vocabulary, prompt
 
     def new_cache(self, method: Any) -> Cache:
-        return Cache([])
+        return Cache(method, [])
 
     def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor:
-        cache.seen += len(ids)
+        cache.position += len(ids)
         out = torch.zeros(1, self.vocab_size)
         out[0, self.script[(cache.seen - self.prompt) % len(self.script)]] = 9.0
         return out

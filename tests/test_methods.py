@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from longchat_cli.attention import METHODS, method_class
-from longchat_cli.attention.layer import Cache, KVBuffer, Layer
+from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.layer import Cache, Layer
 from longchat_cli.attention.rope import Rope, probe
 from longchat_cli.errors import UsageError
 
@@ -456,7 +457,7 @@ def test_cache_counts_storages_once():
     q, k, v = tensors(2, 2, 16, 10)
     layer.attend(q, k, v, 0.25, False)
     expected = sum(x.untyped_storage().nbytes() for x in layer.kv.tensors())
-    assert Cache([layer, layer, None]).bytes() == expected > 2 * 2 * 16 * 10 * 4
+    assert Cache(method_class("full")(), [layer, layer, None]).bytes() == expected > 2 * 2 * 16 * 10 * 4
 
 
 # --- probing

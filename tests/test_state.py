@@ -34,14 +34,14 @@ ABOUT = {"model": "abc", "options": {"window": 3, "tau": 0.5, "cores": "kv"}}
 def new_cache(name: str, layers: int = 2) -> Cache:
     method = method_class(name).build(OPTIONS.get(name, {}))
     rope = Rope(default_frequencies(16, 100.0))
-    return Cache([method.layer(index, layers, rope) for index in range(layers)])
+    return Cache(method, [method.layer(index, layers, rope) for index in range(layers)])
 
 
 def feed(cache: Cache, count: int, decoding: bool = False) -> torch.Tensor:
     generator = torch.Generator().manual_seed(cache.seen)
     q, k, v = (torch.randn(n, count, 16, generator=generator) for n in (4, 2, 2))
     out = [layer.attend(q + index, k, v, 0.25, decoding) for index, layer in enumerate(cache.own())]
-    cache.seen += count
+    cache.position += count
     return torch.stack(out)
 
 

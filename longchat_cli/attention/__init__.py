@@ -15,6 +15,7 @@ METHODS: dict[str, str] = {
     "full": "full:Full",
     "window": "window:Window",
     "sink": "sink:Sink",
+    "sink++": "sink_plus:SinkPlus",
     "recycled": "recycled:Recycled",
     "cca": "cca:CCA",
     "infllm": "infllm:InfLLM",

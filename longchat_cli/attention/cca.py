@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longchat_cli.attention.buffer import KVBuffer
 from longchat_cli.attention.layer import (
-    KVBuffer,
     Layer,
     Method,
     Step,
@@ -46,28 +46,25 @@ class CCA(Method):
     pool: str = option("attention", "how a group becomes a core", choices=("attention", "mean", "max"))
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> CCALayer:
-        return CCALayer(rope, self)
+        return CCALayer(self, rope)
 
 
 class CCALayer(Layer):
-    def __init__(self, rope: Rope | None, method: CCA) -> None:
-        super().__init__(rope)
-        self.method = method
-        self.head, self.raw = KVBuffer(), KVBuffer()
+    def __init__(self, method: CCA, rope: Rope | None) -> None:
+        super().__init__(method, rope)
+        self.head, self.raw = KVBuffer(), self.buffer()
         # Groups made of sinks alone have no core.
-        self.cores = KVBuffer(method.sinks // method.group)
+        self.cores = self.buffer(method.sinks // method.group)
 
     def spans(self, new: Step) -> list[Span]:
         self.raw.drop_before(self._pooled(new.first) * self.method.group)
         self.raw.append(new.k, new.v)
-        missing = min(self.method.sinks - len(self.head), new.rows)
-        if missing > 0:
-            self.head.append(new.k[:, :missing], new.v[:, :missing])
+        self.head.fill(self.method.sinks, new.k, new.v)
         self._form_cores(new)
         pooled: Bound = each_row(new, self._pooled)
-        spans = [causal(self.raw, new, pooled * self.method.group)]
-        if len(self.cores):
-            spans.append(Span(self.cores.k, self.cores.v, 0, at_least(pooled - self.cores.first, 0)))
+        spans = causal(self.raw, new, pooled * self.method.group)
+        for k, v, first in self.cores.parts():
+            spans.append(Span(k, v, 0, at_least(pooled - first, 0)))
         if len(self.head):
             outside = at_most(pooled * self.method.group, len(self.head))
             spans.append(Span(self.head.k, self.head.v, 0, outside))

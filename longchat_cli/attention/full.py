@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from longchat_cli.attention.layer import KVBuffer, Layer, Method, Step, causal
+from longchat_cli.attention.layer import Layer, Method, Step, causal
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Span
 
@@ -19,14 +20,14 @@ class Full(Method):
     cost = "memory and step time grow with length; reading costs length squared"
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
-        return FullLayer(rope)
+        return FullLayer(self, rope)
 
 
 class FullLayer(Layer):
-    def __init__(self, rope: Rope | None) -> None:
-        super().__init__(rope)
-        self.kv = KVBuffer()
+    def __init__(self, method: Any, rope: Rope | None) -> None:
+        super().__init__(method, rope)
+        self.kv = self.buffer()
 
     def spans(self, new: Step) -> list[Span]:
         self.kv.append(new.k, new.v)
-        return [causal(self.kv, new)]
+        return causal(self.kv, new)

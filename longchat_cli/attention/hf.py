@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from longchat_cli import kernels
 from longchat_cli.attention.full import Full
 from longchat_cli.attention.layer import Cache, Layer, Method
+from longchat_cli.attention.positions import make_exact
 from longchat_cli.attention.rope import Rope, default_frequencies, probe
 from longchat_cli.errors import BadInput, UsageError
 from longchat_cli.kernels import Span
@@ -47,7 +48,10 @@ class Slot(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        kwargs.get("kwargs", {})["slot"] = self
+        if "kwargs" in kwargs:
+            kwargs["kwargs"]["slot"] = self
+        else:  # gpt_neox keeps its arguments to itself, but hands on the very keys it gets back
+            key_states.slot = self  # type: ignore[attr-defined]
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, **extra: Any) -> Tensor:
@@ -99,6 +103,7 @@ def attention(
         raise UsageError("batches are not supported", "", "run one sequence at a time")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = query[0], key[0], value[0]
+    slot = slot or getattr(key, "slot", None)
     if slot is not None:
         out = slot.attend(q, k, v, scale, softcap=softcap, sinks=s_aux)
     else:
@@ -142,6 +147,7 @@ class HFDecoder:
         self.layers = self.config.num_hidden_layers
         self.vocab_size = self.config.vocab_size
         self.window = int(getattr(self.config, "max_position_embeddings", 0) or 2048)
+        self.inexact = make_exact(model)  # rotary modules whose angles stay float32
         self.device = model.device
         self.dtype = model.dtype
 
@@ -157,19 +163,19 @@ class HFDecoder:
         if len(foreign) == self.layers:
             raise UsageError("no attention method applies to this model", "no layer has full attention")
         ropes = self.ropes if method.needs_rope else [None] * self.layers
-        cache = Cache(
-            [
-                None if index in foreign else method.layer(index, self.layers, _usable(rope))
-                for index, rope in enumerate(ropes)
-            ]
-        )
-        cache.foreign = foreign
-        return cache
+        layers = [
+            None if index in foreign else method.layer(index, self.layers, _usable(rope))
+            for index, rope in enumerate(ropes)
+        ]
+        return Cache(method, layers, foreign)
 
     def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor:
         """Read token ids int64 [rows] after what `cache` holds; float32 logits [min(logits, rows), vocab]."""
+        return cache.method.forward(self._run, ids, cache, logits)
+
+    def _run(self, ids: Tensor, cache: Cache, logits: int) -> Tensor:
         view = transformers_cache(cache, cache.decoding)
-        positions = torch.arange(cache.seen, cache.seen + len(ids), device=self.device).unsqueeze(0)
+        positions = torch.arange(cache.position, cache.position + len(ids), device=self.device).unsqueeze(0)
         # Not inference mode: `generate` may go on with this cache outside of it.
         with torch.no_grad():
             out = self.model(
@@ -179,9 +185,8 @@ class HFDecoder:
                 use_cache=True,
                 logits_to_keep=max(logits, 1),
             )
-        cache.seen += len(ids)
-        # gpt_neox does not pass on what the cache leaves in the arguments.
-        if any(layer.seen != cache.seen for layer in cache.own()):
+        cache.position += len(ids)
+        if any(layer.seen != cache.position for layer in cache.own()):
             raise BadInput(
                 f"{type(self.model).__name__} is not supported",
                 "not every layer's attention goes through its own cache",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longchat_cli.attention.buffer import KVBuffer
 from longchat_cli.attention.layer import (
-    KVBuffer,
     Layer,
     Method,
     Step,
@@ -21,6 +21,7 @@ from longchat_cli.attention.layer import (
     at_most,
     causal,
     each_row,
+    joined,
     option,
 )
 from longchat_cli.attention.rope import Rope
@@ -47,13 +48,12 @@ class InfLLM(Method):
     representatives: int = option(4, "keys that stand for a block", low=1)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> InfLLMLayer:
-        return InfLLMLayer(rope, self)
+        return InfLLMLayer(self, rope)
 
 
 class InfLLMLayer(Layer):
-    def __init__(self, rope: Rope | None, method: InfLLM) -> None:
-        super().__init__(rope)
-        self.method = method
+    def __init__(self, method: InfLLM, rope: Rope | None) -> None:
+        super().__init__(method, rope)
         self.near = KVBuffer()  # the window and what waits to fill a block, rotated
         self.head = KVBuffer()  # the first tokens, unrotated
         self.weight: Tensor | None = None  # accumulated attention of the near tokens, [KV heads, tokens]
@@ -64,7 +64,7 @@ class InfLLMLayer(Layer):
         self._freeze(new)
         self._append(new)
         left: Bound = each_row(new, lambda p: at_least(p + 1 - self.method.local, 0))
-        spans = [causal(self.near, new, left, ACCUMULATE)]
+        spans = causal(self.near, new, left, ACCUMULATE)
         if new.end <= self.method.local:
             return spans
         turn = self.turn(new, each_row(new, lambda p: at_most(p, self.method.local)))
@@ -76,8 +76,8 @@ class InfLLMLayer(Layer):
         return spans
 
     def observe(self, scores: Sequence[Tensor | None], new: Step) -> None:
-        assert scores[0] is not None and self.weight is not None
-        self.weight = self.weight + scores[0]
+        assert self.weight is not None
+        self.weight = self.weight + joined(scores)
 
     def visible(self) -> int:
         blocks = min(len(self.blocks), self.method.topk) * self.method.block
@@ -89,9 +89,8 @@ class InfLLMLayer(Layer):
         return self.method.init + len(self.blocks) * self.method.block
 
     def _append(self, new: Step) -> None:
-        missing = min(self.method.init - len(self.head), new.rows)
-        if missing > 0:
-            self.head.append(self._unrotate(new.k[:, :missing], new.first), new.v[:, :missing])
+        if len(self.head) < self.method.init:
+            self.head.fill(self.method.init, self._unrotate(new.k, new.first), new.v)
         self.near.append(new.k, new.v)
         fresh = new.k.new_zeros(new.k.shape[0], new.rows, dtype=torch.float32)
         self.weight = fresh if self.weight is None else torch.cat([self.weight, fresh], dim=1)

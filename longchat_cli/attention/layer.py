@@ -8,7 +8,6 @@ in place, so that a snapshot is a copy of references.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longchat_cli import kernels
+from longchat_cli.attention.buffer import KVBuffer
 from longchat_cli.attention.rope import Rope
 from longchat_cli.errors import UsageError
 from longchat_cli.kernels import Bound, Observe, Rotation, Span
@@ -51,6 +51,15 @@ class Step:
         return torch.arange(self.first, self.end, device=self.k.device)
 
 
+def option(default: Any, text: str, low: float | None = None, choices: Sequence[str] = ()) -> Any:
+    """A method's option: its default, help text, lower bound and choices."""
+    return dataclasses.field(default=default, metadata={"help": text, "low": low, "choices": tuple(choices)})
+
+
+Run = Callable[[Tensor, "Cache", int], Tensor]
+"""Reads token ids int64 [rows] at the cache's position; float32 logits [the last so many rows, vocab]."""
+
+
 @dataclass(frozen=True)
 class Method:
     """Options of a method. `needs_rope`: the method moves keys or queries to other positions."""
@@ -62,6 +71,7 @@ class Method:
     needs_rope: ClassVar[bool] = False
     unlimited: ClassVar[bool] = False  # serves texts longer than the trained window
     chunk: ClassVar[int | None] = None  # most rows a prefill call may have, where the method sets it
+    whole: ClassVar[bool] = False  # a prompt comes in one call
 
     def __post_init__(self) -> None:
         """Check every option against its metadata. Raises UsageError."""
@@ -77,6 +87,10 @@ class Method:
         """The state of attention layer `index` of `layers`."""
         raise NotImplementedError
 
+    def forward(self, run: Run, ids: Tensor, cache: Cache, logits: int) -> Tensor:
+        """How new ids int64 [rows] reach the model; methods that read text anew override it."""
+        return run(ids, cache, logits)
+
     @classmethod
     def build(cls, options: Mapping[str, Any]) -> Method:
         """A method from user options. Raises UsageError for an unknown option or a value out of range."""
@@ -87,95 +101,16 @@ class Method:
         return cls(**options)
 
 
-def option(default: Any, text: str, low: float | None = None, choices: Sequence[str] = ()) -> Any:
-    """A method's option: its default, help text, lower bound and choices."""
-    return dataclasses.field(default=default, metadata={"help": text, "low": low, "choices": tuple(choices)})
-
-
-GRANULE = 64
-
-
-def _capacity(tokens: int) -> int:
-    """Room for `tokens` and an eighth more, in granules: a bounded method settles on one size."""
-    return -(-(tokens + max(256, tokens // 8)) // GRANULE) * GRANULE
-
-
-class KVBuffer:
-    """Keys and values [heads, tokens, dim] of consecutive tokens: append at the end, drop from the front.
-
-    `first` and `end` are absolute indices of the live tokens. A copy shares the storage until one of the two
-    would write where another copy still looks; making room always allocates anew.
-    """
-
-    def __init__(self, first: int = 0) -> None:
-        self.first = self.end = first
-        self._k: Tensor | None = None
-        self._v: Tensor | None = None
-        self._offset = 0
-        self._sharing: weakref.WeakSet[KVBuffer] = weakref.WeakSet([self])
-
-    def __len__(self) -> int:
-        return self.end - self.first
-
-    @property
-    def k(self) -> Tensor:
-        assert self._k is not None
-        return self._k[:, self._offset : self._offset + len(self)]
-
-    @property
-    def v(self) -> Tensor:
-        assert self._v is not None
-        return self._v[:, self._offset : self._offset + len(self)]
-
-    def append(self, k: Tensor, v: Tensor) -> None:
-        live, new = len(self), k.shape[1]
-        behind = self._offset + live
-        if self._k is None or behind + new > self._k.shape[1] or self._looked_at(behind):
-            self._move(_capacity(live + new), k, v)
-        assert self._k is not None and self._v is not None
-        at = slice(self._offset + live, self._offset + live + new)
-        self._k[:, at], self._v[:, at] = k, v
-        self.end += new
-
-    def drop_before(self, index: int) -> None:
-        """Forget tokens before the absolute `index`; storage beyond what decoding needs is given back."""
-        dropped = min(max(index - self.first, 0), len(self))
-        self.first += dropped
-        self._offset += dropped
-        usual = _capacity(len(self) + 1)
-        if self._k is not None and self._v is not None and self._k.shape[1] > usual + GRANULE:
-            self._move(usual, self._k, self._v)
-
-    def tensors(self) -> list[Tensor]:
-        return [x for x in (self._k, self._v) if x is not None]
-
-    def copy(self) -> KVBuffer:
-        other = KVBuffer.__new__(KVBuffer)  # copy.copy takes twice as long, per layer and token
-        vars(other).update(vars(self))
-        self._sharing.add(other)
-        return other
-
-    def _looked_at(self, at: int) -> bool:
-        """Whether another buffer on this storage holds tokens from `at` on: a mark of another branch."""
-        return any(other._offset + len(other) > at for other in self._sharing if other is not self)
-
-    def _move(self, capacity: int, k: Tensor, v: Tensor) -> None:
-        live = len(self)
-        moved_k = k.new_empty(k.shape[0], capacity, k.shape[2])
-        moved_v = v.new_empty(v.shape[0], capacity, v.shape[2])
-        if self._k is not None and live:
-            moved_k[:, :live], moved_v[:, :live] = self.k, self.v
-        self._k, self._v, self._offset = moved_k, moved_v, 0
-        self._sharing.discard(self)
-        self._sharing = weakref.WeakSet([self])
-
-
 class Layer:
     """One attention layer's state under a method. Subclasses define `spans`, and `observe` if they ask."""
 
-    def __init__(self, rope: Rope | None = None) -> None:
-        self.rope = rope
+    def __init__(self, method: Any, rope: Rope | None) -> None:
+        self.method, self.rope = method, rope
         self.seen = 0
+
+    def buffer(self, first: int = 0) -> KVBuffer:
+        """An empty buffer for keys and values from the absolute index `first` on."""
+        return KVBuffer(first)
 
     def spans(self, new: Step) -> list[Span]:
         """Take the new tokens and return what their queries see, the tokens themselves included."""
@@ -258,20 +193,45 @@ def at_most(value: Any, high: int) -> Any:
     return value.clamp(max=high) if isinstance(value, Tensor) else min(value, high)
 
 
-def causal(buffer: KVBuffer, new: Step, start: Bound = 0, observe: Observe | None = None) -> Span:
+def causal(buffer: KVBuffer, new: Step, start: Bound = 0, observe: Observe | None = None) -> list[Span]:
     """Row at position p sees the buffer's tokens from absolute index `start` (a bound per row) up to p."""
-    low = at_least(start - buffer.first, 0)
-    return Span(buffer.k, buffer.v, low, each_row(new, lambda p: p + 1 - buffer.first), observe=observe)
+    end = each_row(new, lambda position: position + 1)
+    return [
+        Span(k, v, at_least(start - first, 0), end - first, observe=observe) for k, v, first in buffer.parts()
+    ]
+
+
+def joined(scores: Sequence[Tensor | None]) -> Tensor:
+    """The scores of the spans that asked, [KV heads, their keys]."""
+    return torch.cat([score for score in scores if score is not None], dim=-1)
 
 
 class Cache:
-    """A model's state: a layer each, None where the model keeps its own (`foreign`: sliding, linear ...)."""
+    """A model's state: a layer each, None where the model keeps its own (`foreign`: sliding, linear ...).
 
-    def __init__(self, layers: Sequence[Layer | None]) -> None:
+    `position` is the model's next position; a method that reads text anew has seen `skipped` tokens more, and
+    keeps in `text` those it may read again.
+    """
+
+    def __init__(self, method: Method, layers: Sequence[Layer | None], foreign: Any = None) -> None:
+        self.method = method
         self.layers = list(layers)
         self.decoding = False
-        self.seen = 0
-        self.foreign: Any = None
+        self.position = self.skipped = 0
+        self.text = torch.empty(0, dtype=torch.int64)
+        self.foreign = foreign
+        self._empty = self.snapshot()
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen so far."""
+        return self.position + self.skipped
+
+    def restart(self, skipped: int) -> None:
+        """Forget what was read, to go on after `skipped` tokens of the text; `text` stays."""
+        text = self.text
+        self.restore(self._empty)
+        self.skipped, self.text = skipped, text
 
     def own(self) -> list[Layer]:
         return [layer for layer in self.layers if layer is not None]
@@ -289,10 +249,11 @@ class Cache:
         return min((layer.visible() for layer in self.own()), default=self.seen)
 
     def snapshot(self) -> Any:
-        return self.seen, [layer.snapshot() for layer in self.own()], _foreign_copy(self.foreign)
+        counters = self.position, self.skipped, self.text
+        return counters, [layer.snapshot() for layer in self.own()], _foreign_copy(self.foreign)
 
     def restore(self, mark: Any) -> None:
-        self.seen, layers, foreign = mark
+        (self.position, self.skipped, self.text), layers, foreign = mark
         for layer, saved in zip(self.own(), layers, strict=True):
             layer.restore(saved)
         self.foreign = _foreign_copy(foreign)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from longchat_cli import kernels
-from longchat_cli.attention.full import FullLayer
-from longchat_cli.attention.layer import KVBuffer, Method, Step, causal, option
+from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.layer import Method, Step, joined, option
+from longchat_cli.attention.refresh import RefreshLayer
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Observe, Span
 
@@ -37,52 +37,49 @@ class Recycled(Method):
     pool: int = option(7, "width of the max-pooling over positions", low=1)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> RecycledLayer:
-        return RecycledLayer(rope, self)
+        return RecycledLayer(self, rope)
 
 
-class RecycledLayer(FullLayer):
-    def __init__(self, rope: Rope | None, method: Recycled) -> None:
-        super().__init__(rope)
-        self.method = method
+class RecycledLayer(RefreshLayer):
+    watch = OBSERVE
+
+    def __init__(self, method: Recycled, rope: Rope | None) -> None:
+        super().__init__(method, rope)
         self.small: KVBuffer | None = None
-        self.query: Tensor | None = None  # [heads, dim] of the last full step
         self.count = 0  # entries the small cache keeps
-        self.steps = 0  # partial steps since the last full one
 
     def spans(self, new: Step) -> list[Span]:
-        if not new.decoding or self.query is None:
-            self.small, self.query, self.steps = None, new.q[:, -1], 0
-            return super().spans(new)
-        if self.small is None:  # the first step after a prompt: choose by the prompt's last query
+        if not new.decoding:
+            self.small = None
+        return super().spans(new)
+
+    def prepare(self, new: Step) -> None:
+        """The first step after a prompt chooses by the prompt's last query."""
+        if self.small is None:
+            assert self.query is not None
             self._choose(self._weights(self.query, new))
-        self.kv.append(new.k, new.v)
-        self.steps += 1
-        if self._refresh_due(new.q[:, -1]):
-            self.query, self.steps = new.q[:, -1], 0
-            return [causal(self.kv, new, observe=OBSERVE)]
+
+    def due(self, new: Step) -> bool:
+        """The dynamic schedule keeps partial steps while the query stays like that of the last full step."""
+        assert self.query is not None
+        similarity = F.cosine_similarity(new.q[:, -1].float().mean(0), self.query.float().mean(0), dim=0)
+        return not (self.method.tau > 0 and similarity > self.method.tau)
+
+    def part(self, new: Step) -> list[Span]:
         assert self.small is not None
         # Entries ascend in score, so what earlier steps pushed out is at the front.
         self.small.drop_before(self.small.end - self.count)
         self.small.append(new.k, new.v)
-        return [Span(self.small.k, self.small.v)]
+        return [Span(k, v) for k, v, _ in self.small.parts()]
 
     def observe(self, scores: Sequence[Tensor | None], new: Step) -> None:
-        assert scores[0] is not None
-        self._choose(scores[0])
-
-    def _refresh_due(self, query: Tensor) -> bool:
-        if self.steps % self.method.stride:
-            return False
-        assert self.query is not None
-        similarity = F.cosine_similarity(query.float().mean(0), self.query.float().mean(0), dim=0)
-        return not (self.method.tau > 0 and similarity > self.method.tau)
+        self._choose(joined(scores))
 
     def _weights(self, query: Tensor, new: Step) -> Tensor:
         """Attention of query [heads, dim] over the full cache, reduced to [KV heads, keys]."""
-        everything = Span(self.kv.k, self.kv.v, observe=OBSERVE)
-        _, scores = kernels.attend(query.unsqueeze(1), [everything], new.scale, new.softcap, new.sinks)
-        assert scores[0] is not None
-        return scores[0]
+        everything = [Span(k, v, observe=OBSERVE) for k, v, _ in self.kv.parts()]
+        _, scores = kernels.attend(query.unsqueeze(1), everything, new.scale, new.softcap, new.sinks)
+        return joined(scores)
 
     def _choose(self, weights: Tensor) -> None:
         """Fill the small cache with the highest weights [KV heads, keys], in ascending order."""
@@ -91,6 +88,4 @@ class RecycledLayer(FullLayer):
         pooled = F.max_pool1d(F.pad(weights, ((width - 1) // 2, width // 2)), width, stride=1)
         # Pooling makes neighbours tie: a stable sort takes the earlier one, on every device.
         top = pooled.sort(dim=-1, descending=True, stable=True).indices[:, : self.count].flip(-1)
-        index = top.unsqueeze(-1).expand(-1, -1, self.kv.k.shape[-1])
-        self.small = KVBuffer()
-        self.small.append(torch.gather(self.kv.k, 1, index), torch.gather(self.kv.v, 1, index))
+        self.small = self.kv.take(top)

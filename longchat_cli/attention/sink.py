@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longchat_cli.attention.layer import KVBuffer, Method, Step, at_most, each_row, option
+from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.layer import Method, Step, at_most, each_row, option
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.window import WindowLayer
 from longchat_cli.kernels import Span
@@ -28,22 +29,18 @@ class Sink(Method):
     window: int = option(1020, "recent tokens that stay", low=1)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> SinkLayer:
-        return SinkLayer(rope, self.sinks, self.window)
+        return SinkLayer(self, rope)
 
 
 class SinkLayer(WindowLayer):
-    fixed = WindowLayer.fixed | {"sinks"}
-
-    def __init__(self, rope: Rope | None, sinks: int, window: int) -> None:
-        super().__init__(rope, window)
-        self.sinks = sinks
+    def __init__(self, method: Sink, rope: Rope | None) -> None:
+        super().__init__(method, rope)
+        self.sinks = method.sinks
         self.head = KVBuffer()
 
     def spans(self, new: Step) -> list[Span]:
         recent = super().spans(new)
-        missing = min(self.sinks - len(self.head), new.rows)
-        if missing > 0:
-            self.head.append(new.k[:, :missing], new.v[:, :missing])
+        self.head.fill(self.sinks, new.k, new.v)
         if not len(self.head) or new.end <= self.window:
             return recent
         # A row's place in the cache is its true position until tokens between sinks and window are gone.

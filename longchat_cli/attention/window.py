@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from longchat_cli.attention.layer import (
-    KVBuffer,
     Layer,
     Method,
     Step,
@@ -30,21 +30,19 @@ class Window(Method):
     window: int = option(1024, "tokens that stay visible, the query's own included", low=1)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
-        return WindowLayer(rope, self.window)
+        return WindowLayer(self, rope)
 
 
 class WindowLayer(Layer):
-    fixed = Layer.fixed | {"window"}
-
-    def __init__(self, rope: Rope | None, window: int) -> None:
-        super().__init__(rope)
-        self.window = window
-        self.kv = KVBuffer()
+    def __init__(self, method: Any, rope: Rope | None) -> None:
+        super().__init__(method, rope)
+        self.window = method.window
+        self.kv = self.buffer()
 
     def spans(self, new: Step) -> list[Span]:
         self.kv.drop_before(new.first + 1 - self.window)
         self.kv.append(new.k, new.v)
-        return [causal(self.kv, new, self.left(new))]
+        return causal(self.kv, new, self.left(new))
 
     def left(self, new: Step) -> Bound:
         """How many tokens have left each row's window: the absolute index of the first one visible."""

@@ -154,11 +154,14 @@ class LeanDecoder:
 
     def new_cache(self, method: Method) -> Cache:
         """An empty state under `method`."""
-        return Cache([method.layer(index, self.layers, self.rope) for index in range(self.layers)])
+        return Cache(method, [method.layer(index, self.layers, self.rope) for index in range(self.layers)])
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor:
         """Read token ids int64 [rows] after what `cache` holds; float32 logits [min(logits, rows), vocab]."""
+        return cache.method.forward(self._run, ids, cache, logits)
+
+    def _run(self, ids: Tensor, cache: Cache, logits: int) -> Tensor:
         x = self.read(ids, cache, self.layers)
         return self._logits(F.rms_norm(x[len(x) - min(logits, len(x)) :], x.shape[-1:], self.norm, self.eps))
 
@@ -179,7 +182,9 @@ class LeanDecoder:
     def read(self, ids: Tensor, cache: Cache, depth: int) -> Tensor:
         """Run the first `depth` layers over ids [rows]; states float32 [rows, width] before the last norm."""
         x = self.embedding[ids.to(self.device)].float()  # the residual stream stays in float32
-        rotation = self.rope.rotation(torch.arange(cache.seen, cache.seen + len(ids), device=self.device))
+        rotation = self.rope.rotation(
+            torch.arange(cache.position, cache.position + len(ids), device=self.device)
+        )
         for block, layer in zip(self.blocks[:depth], cache.layers, strict=False):
             assert layer is not None
             x = x + self._attention(
@@ -187,7 +192,7 @@ class LeanDecoder:
             )
             gate, up = block.gate_up(self._normed(x, block.mlp_norm)).chunk(2, dim=-1)
             x = x + block.down(F.silu(gate) * up)
-        cache.seen += len(ids)
+        cache.position += len(ids)
         return x
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:

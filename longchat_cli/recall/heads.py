@@ -63,12 +63,12 @@ class Tap(Method):
     needs_rope = True
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> TapLayer:
-        return TapLayer(rope)
+        return TapLayer(self, rope)
 
 
 class TapLayer(FullLayer):
-    def __init__(self, rope: Rope | None) -> None:
-        super().__init__(rope)
+    def __init__(self, method: Tap, rope: Rope | None) -> None:
+        super().__init__(method, rope)
         self.queries: Tensor | None = None
         self.scale = 1.0
 
