@@ -10,6 +10,7 @@ from typing import Any
 
 from longchat_cli import __version__, config
 from longchat_cli.errors import LongchatError
+from longchat_cli.terminal_text import table
 
 PACKAGES = (
     "torch",
@@ -63,6 +64,37 @@ def show(report: dict[str, Any]) -> str:
         *(f"  {name} {version or 'not installed'}" for name, version in report["packages"].items()),
     ]
     return "\n".join(lines)
+
+
+def kernel_costs() -> list[dict[str, Any]]:
+    """What a block of each Triton kernel takes of an SM, compiled here and now; `kernels.aot.report`.
+
+    Raises Unavailable where triton is not installed.
+    """
+    from longchat_cli.kernels import aot
+
+    return aot.report(quick=True)
+
+
+def show_costs(rows: list[dict[str, Any]]) -> str:
+    """The costs as a table, a kernel and target a line."""
+    header = ("kernel", "target", "registers", "shared KiB", "occupancy", "spills", "tensor cores", "check")
+    return table(
+        header,
+        (
+            (
+                row["kernel"],
+                row["target"],
+                str(row["registers"]),
+                f"{row['shared_bytes'] / 1024:.1f}",
+                f"{row['occupancy']:.0%}",
+                str(row["spills"]),
+                row["instruction"] or "-",
+                "; ".join(row["faults"]) or "ok",
+            )
+            for row in rows
+        ),
+    )
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from longchat_cli.errors import Unavailable
 MODULES: tuple[str, ...] = ()
 """Modules of this package with Triton kernels; each has `configurations()`, what its launcher can choose."""
 
-TARGETS = {80: "A100", 90: "H100, H200"}
-"""Compute capabilities that are checked."""
+TARGETS = (80, 90)
+"""Compute capabilities that are checked: A100, and H100 and H200."""
 
 SHARED_LIMIT = 99 * 1024
 """Bytes of shared memory that a block may use on every GPU from Ampere on (sm_86 and sm_89 have least)."""
@@ -87,11 +87,13 @@ class SM:
 
 SMS = {80: SM(164 * 1024), 90: SM(228 * 1024)}
 
+NOT_INSTALLED = "triton is not installed (pip install triton, on Linux)"
+
 
 def missing() -> str | None:
     """Why nothing can be compiled here; None when it can."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton, on Linux)"
+        return NOT_INSTALLED
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     return "TRITON_INTERPRET is set: interpreted kernels cannot be compiled" if interpreted else None
 
@@ -102,14 +104,24 @@ def configurations() -> Iterator[Configuration]:
         yield from importlib.import_module(f"longchat_cli.kernels.{module}").configurations()
 
 
-def compile(configuration: Configuration, capability: int) -> Compiled:
-    """Compile for compute capability 80 or 90; takes about a second.
-
-    Raises Unavailable where triton is not installed or interprets; a kernel that is wrong raises Triton's own
-    errors.
-    """
+def report(quick: bool = False) -> list[dict[str, Any]]:
+    """A row for each configuration (`quick`: those of every test run) and target, ready for JSON: `kernel`,
+    `target`, the fields of `Compiled` and `faults`. Raises Unavailable where triton
+    is not installed or interprets."""
     if reason := missing():
         raise Unavailable("kernels cannot be compiled ahead of time", reason)
+    rows = []
+    for chosen in configurations():
+        for capability in TARGETS if chosen.quick or not quick else ():
+            built = compile(chosen, capability)
+            names = {"kernel": chosen.name, "target": f"sm_{capability}"}
+            rows.append({**names, **asdict(built), "faults": built.faults(chosen.dot)})
+    return rows
+
+
+def compile(configuration: Configuration, capability: int) -> Compiled:
+    """Compile for compute capability 80 or 90; takes about a second. A kernel that is wrong raises Triton's
+    own errors."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
