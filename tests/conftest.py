@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--book", help="a text file for slow checks on real prose")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The matrix method x architecture in numbers, and why cells were skipped."""
+    matrix = {
+        kind: [r for r in terminalreporter.stats.get(kind, ()) if "test_architectures.py" in r.nodeid]
+        for kind in ("passed", "failed", "skipped")
+    }
+    if not any(matrix.values()):
+        return
+    cells = {report.nodeid.partition("[")[2] for reports in matrix.values() for report in reports} - {""}
+    counts = ", ".join(f"{len(reports)} {kind}" for kind, reports in matrix.items())
+    terminalreporter.section("method x architecture")
+    terminalreporter.line(f"{len(cells)} cells; their tests: {counts} (all cells: -m 'slow or not slow')")
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in matrix["skipped"])
+    for reason, count in reasons.items():
+        terminalreporter.line(f"{count} skipped: {reason or 'UNEXPLAINED'}")
 
 
 @pytest.fixture(scope="session", autouse=True)

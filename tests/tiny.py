@@ -25,14 +25,27 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+BASE = {"rope_type": "default", "rope_theta": 10_000.0}
 LLAMA3 = {
+    **BASE,
     "rope_type": "llama3",
-    "rope_theta": 10_000.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {**BASE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+TEMPERATURE = {**YARN, "factor": 32.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+"""Queries grow by 1 + 0.5 ln(1 + floor(position / 16)): two steps within the tests' 44 tokens."""
+
+DYNAMIC = {**BASE, "rope_type": "dynamic", "factor": 2.0}
+
+
+def longrope(planes: int, trained: int) -> dict[str, Any]:
+    """Other frequencies as soon as a text is longer than `trained` tokens."""
+    factors = {"short_factor": [1.0 + i / 8 for i in range(planes)], "long_factor": [4.0] * planes}
+    more = {"factor": SIZES["max_position_embeddings"] / trained, "original_max_position_embeddings": trained}
+    return {**BASE, "rope_type": "longrope", **more, **factors}
 
 
 def _hybrid(*kinds: str, window: int = 16) -> dict[str, Any]:
@@ -63,29 +76,42 @@ def _plain(config: str, rope: str | None = "half 4", **options: Any) -> Architec
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _plain("Llama"),
+    "llama2": _plain("Llama", num_key_value_heads=4),
     "llama3-rope": _plain("Llama", rope_parameters=LLAMA3),
+    "yarn": _plain("Llama", rope_parameters=YARN),
+    "dynamic": _plain("Llama", "no", rope_parameters=DYNAMIC),
     "qwen2": _plain("Qwen2"),
+    "qwen2.5": _plain("Qwen2", tie_word_embeddings=True, rope_parameters={**BASE, "rope_theta": 1e6}),
     "qwen3": _plain("Qwen3"),
     "qwen3-moe": _plain(
         "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1
     ),
     "mistral": _plain("Mistral", sliding_window=None),
-    "ministral3": _plain("Ministral3"),
+    "mixtral": _plain("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "ministral3": _plain("Ministral3", rope_parameters=TEMPERATURE),
     "starcoder2": _plain("Starcoder2", sliding_window=None),
     "phi3": _plain("Phi3", "half 2", partial_rotary_factor=0.5),
+    "phi3-longrope": _plain(
+        "Phi3", "no", rope_parameters={**longrope(2, 512), "partial_rotary_factor": 0.5}
+    ),
     "stablelm": _plain("StableLm", "half 1", partial_rotary_factor=0.25),
     "glm4": _plain("Glm4", "interleaved 2", partial_rotary_factor=0.5),
     "olmo2": _plain("Olmo2"),
     "granite": _plain("Granite", attention_multiplier=0.2, logits_scaling=2.0, residual_multiplier=0.7),
     "smollm3": Architecture("SmolLM3", {"no_rope_layers": [1, 0]}, ("half 4", None)),
+    "gpt-neox": _plain("GPTNeoX", "half 1", rope_parameters={**BASE, "partial_rotary_factor": 0.25}),
     "opt": _plain("OPT", "no", ffn_dim=40, word_embed_proj_dim=32),
     "gemma2": Architecture("Gemma2", _hybrid("sliding", "full"), ("own", "half 4")),
     "gemma3": Architecture("Gemma3Text", _hybrid("sliding", "full", "full"), ("own", "half 4", "half 4")),
     "cohere2": Architecture("Cohere2", _hybrid("sliding", "full"), ("own", None)),
     "gpt-oss": Architecture(
         "GptOss",
-        {**_hybrid("full", "sliding"), "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10_000.0}},
+        {
+            **_hybrid("full", "sliding"),
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": BASE,
+        },
         ("half 4", "own"),
     ),
     "exaone4": Architecture("Exaone4", _hybrid("sliding", "full"), ("own", None)),
@@ -93,6 +119,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Lfm2",
         {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         ("own", "half 4"),
+    ),
+    "qwen3.5": Architecture(
+        "Qwen3_5Text",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {**BASE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+        },
+        ("own", "half 2"),
     ),
     "hunyuan": _plain("HunYuanDenseV1", "no"),
 }  # fmt: skip
