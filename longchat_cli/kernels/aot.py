@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,24 @@ TARGETS = (80, 90)
 SHARED_LIMIT = 99 * 1024
 """Bytes of shared memory that a block may use on every GPU from Ampere on (sm_86 and sm_89 have least)."""
 
+Type = str | tuple["Type", ...]
+
 
 @dataclass(frozen=True)
 class Configuration:
     """One way in which a launcher calls `kernel` (a @triton.jit function).
 
     `signature` gives every argument's type in Triton's notation: "*bf16", "fp32", "i32", with ":16" after a
-    number that is always a multiple of 16 (pointers are taken to be), and "constexpr" or nothing for the
-    arguments in `constants`. `dot`: the kernel has matrix products. `quick`: checked in every test run.
+    number that is always a multiple of 16 (pointers are taken to be), a tuple of types for a tuple. What is
+    in `constants` needs no type; a constant within a tuple has the type "constexpr" there, and its path of
+    numbers (argument, place) for a name. `dot`: the kernel has matrix products. `quick`: checked in every
+    test run.
     """
 
     name: str
     kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any] = field(default_factory=dict)
+    signature: Mapping[str, Type]
+    constants: Mapping[Any, Any] = field(default_factory=dict)
     warps: int = 4
     stages: int = 2
     dot: bool = True
@@ -137,15 +141,27 @@ def compile(configuration: Configuration, capability: int) -> Compiled:
     return Compiled(registers, spills, shared, occupancy, _instruction(ptx))
 
 
-def _arguments(chosen: Configuration) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], Any]]:
+def _arguments(
+    chosen: Configuration,
+) -> tuple[dict[str, Type], Mapping[Any, Any], dict[tuple[int, ...], Any]]:
     """Signature, constants and attributes in the kernel's own order, as ASTSource takes them."""
-    signature, multiples = {}, {}
-    for place, name in enumerate(chosen.kernel.arg_names):
-        kind = "constexpr" if name in chosen.constants else chosen.signature[name]
-        signature[name], _, multiple = kind.partition(":")
+    multiples: dict[tuple[int, ...], Any] = {}
+
+    def bare(kind: Type, path: tuple[int, ...]) -> Type:
+        if isinstance(kind, tuple):
+            return tuple(bare(inner, (*path, place)) for place, inner in enumerate(kind))
+        kind, _, multiple = kind.partition(":")
         if multiple or kind.startswith("*"):
-            multiples[(place,)] = [["tt.divisibility", 16]]
-    return signature, chosen.constants, multiples
+            multiples[path] = [["tt.divisibility", 16]]
+        return kind
+
+    kinds = dict.fromkeys(chosen.constants, "constexpr") | dict(chosen.signature)
+    names = chosen.kernel.arg_names
+    return (
+        {name: bare(kinds[name], (place,)) for place, name in enumerate(names)},
+        chosen.constants,
+        multiples,
+    )
 
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longchat_cli.kernels.packed import dense
+from longchat_cli.kernels.packed import Packed, dense
 from longchat_cli.kernels.span import Span
 
 
@@ -27,9 +27,15 @@ def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tens
         return f"{q.dtype} on {q.device.type}"
     if reason := missing():
         return reason
-    if len(spans) != 1 or sinks is not None or spans[0].turn is not None or spans[0].observe is not None:
+    if len(spans) != 1 or sinks is not None or not plain(spans[0]):
         return "more than one plain span"
     return None if plain_causal(spans[0], q.shape[1]) else "not causal over all keys"
+
+
+def plain(span: Span) -> bool:
+    """Whether a span has nothing that flash-attn lacks: few bits, lists, turned queries, scores."""
+    packed = isinstance(span.k, Packed) or isinstance(span.v, Packed)
+    return not packed and span.turn is None and span.observe is None and span.index is None
 
 
 def plain_causal(span: Span, rows: int) -> bool:
