@@ -26,6 +26,9 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 BASE = {"rope_type": "default", "rope_theta": 10_000.0}
+FAST = {**BASE, "rope_theta": 100.0}
+"""For few planes: with a base of 10,000 all but the first hardly turn."""
+
 LLAMA3 = {
     **BASE,
     "rope_type": "llama3",
@@ -99,7 +102,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo2": _plain("Olmo2"),
     "granite": _plain("Granite", attention_multiplier=0.2, logits_scaling=2.0, residual_multiplier=0.7),
     "smollm3": Architecture("SmolLM3", {"no_rope_layers": [1, 0]}, ("half 4", None)),
-    "gpt-neox": _plain("GPTNeoX", "half 1", rope_parameters={**BASE, "partial_rotary_factor": 0.25}),
+    "gpt-neox": _plain("GPTNeoX", "half 2", rope_parameters={**FAST, "partial_rotary_factor": 0.5}),
     "opt": _plain("OPT", "no", ffn_dim=40, word_embed_proj_dim=32),
     "gemma2": Architecture("Gemma2", _hybrid("sliding", "full"), ("own", "half 4")),
     "gemma3": Architecture("Gemma3Text", _hybrid("sliding", "full", "full"), ("own", "half 4", "half 4")),
@@ -128,7 +131,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
-            "rope_parameters": {**BASE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
+            "rope_parameters": {**FAST, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]},
         },
         ("own", "half 2"),
     ),
