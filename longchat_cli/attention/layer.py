@@ -51,9 +51,15 @@ class Step:
         return torch.arange(self.first, self.end, device=self.k.device)
 
 
-def option(default: Any, text: str, low: float | None = None, choices: Sequence[str] = ()) -> Any:
-    """A method's option: its default, help text, lower bound and choices."""
-    return dataclasses.field(default=default, metadata={"help": text, "low": low, "choices": tuple(choices)})
+def option(
+    default: Any, text: str, low: float | None = None, choices: Sequence[str] = (), budget: float = 0
+) -> Any:
+    """A method's option: its default, help text, lower bound and choices.
+
+    `budget`: the share of a token budget that it takes when methods are compared at the same bytes.
+    """
+    about = {"help": text, "low": low, "choices": tuple(choices), "budget": budget}
+    return dataclasses.field(default=default, metadata=about)
 
 
 Run = Callable[[Tensor, "Cache", int], Tensor]
@@ -62,13 +68,15 @@ Run = Callable[[Tensor, "Cache", int], Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """Options of a method. `needs_rope`: the method moves keys or queries to other positions."""
+    """Options of a method. `needs_rope`: the method moves keys or queries to other positions;
+    `dense_prompts`: while a prompt is read, every query sees every earlier token."""
 
     summary: ClassVar[str]
     keeps: ClassVar[str]
     forgets: ClassVar[str]
     cost: ClassVar[str]
     needs_rope: ClassVar[bool] = False
+    dense_prompts: ClassVar[bool] = False
     unlimited: ClassVar[bool] = False  # serves texts longer than the trained window
     chunk: ClassVar[int | None] = None  # most rows a prefill call may have, where the method sets it
     whole: ClassVar[bool] = False  # a prompt comes in one call
@@ -90,6 +98,12 @@ class Method:
     def forward(self, run: Run, ids: Tensor, cache: Cache, logits: int) -> Tensor:
         """How new ids int64 [rows] reach the model; methods that read text anew override it."""
         return run(ids, cache, logits)
+
+    @classmethod
+    def at_budget(cls, tokens: int, length: int) -> dict[str, Any]:
+        """Options that hold about `tokens` of `length` tokens, or see that many per step where all stay."""
+        shares = {field.name: field.metadata.get("budget") for field in dataclasses.fields(cls)}
+        return {name: max(int(tokens * share), 1) for name, share in shares.items() if share}
 
     @classmethod
     def build(cls, options: Mapping[str, Any]) -> Method:
@@ -145,6 +159,12 @@ class Layer:
     def turn(self, new: Step, apparent: Bound) -> Rotation | None:
         """The rotation that moves the new queries from their positions to `apparent` ones (a bound)."""
         return None if self.rope is None else self.rope.rotation(apparent - new.positions)
+
+    def unrotated(self, k: Tensor, first: int) -> Tensor:
+        """Keys [KV heads, tokens, dim] of the positions from `first` on, as if all stood at position 0."""
+        if self.rope is None:
+            return k.clone()
+        return self.rope.unrotate(k, torch.arange(first, first + k.shape[1], device=k.device))
 
     def held(self) -> list[Tensor]:
         """Every tensor kept between calls (whole storages)."""
