@@ -45,6 +45,11 @@ class CCA(Method):
     )
     pool: str = option("attention", "how a group becomes a core", choices=("attention", "mean", "max"))
 
+    @classmethod
+    def at_budget(cls, tokens: int, length: int) -> dict[str, Any]:
+        """Half of the budget for cores, half for raw tokens."""
+        return {"group": max(2 * length // tokens, 1), "local": max(tokens // 2, 1)}
+
     def layer(self, index: int, layers: int, rope: Rope | None) -> CCALayer:
         return CCALayer(self, rope)
 

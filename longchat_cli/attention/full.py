@@ -19,6 +19,8 @@ class Full(Method):
     forgets = "nothing; beyond the trained window answers break down"
     cost = "memory and step time grow with length; reading costs length squared"
 
+    dense_prompts = True
+
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
         return FullLayer(self, rope)
 

@@ -22,8 +22,9 @@ class SinkPlus(Method):
     keeps = "every token; most steps see the first --sinks and the last --window"
     forgets = "nothing; between refreshes a step sees sinks and window alone"
     cost = "reading and memory as full; most steps attend to --sinks + --window tokens"
+    dense_prompts = True
     sinks: int = option(4, "first tokens that every step sees", low=0)
-    window: int = option(1020, "recent tokens that every step sees", low=1)
+    window: int = option(1020, "recent tokens that every step sees", low=1, budget=1)
     stride: int = option(5, "full attention every this many steps (S)", low=1)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> SinkPlusLayer:

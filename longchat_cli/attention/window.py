@@ -27,7 +27,7 @@ class Window(Method):
     forgets = "everything older, first tokens included"
     cost = "flat memory and step time"
     unlimited = True
-    window: int = option(1024, "tokens that stay visible, the query's own included", low=1)
+    window: int = option(1024, "tokens that stay visible, the query's own included", low=1, budget=1)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
         return WindowLayer(self, rope)
