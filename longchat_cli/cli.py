@@ -251,7 +251,7 @@ model_options = _stack(
         help="Quantize weights while loading.",
     ),
     click.option(
-        "--kernel", metavar="NAME", help="Force one attention kernel; `longchat doctor` lists them."
+        "--kernel", metavar="NAME", help="Force one attention kernel: reference, triton, flash, sdpa."
     ),
 )
 
@@ -577,6 +577,9 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     \b
     needle      one magic number in each text
     lookalike   ten magic numbers of different keys in one text
+    values      four magic numbers of one key in each text, asked together
+    uuid        one magic value of 32 hexadecimal digits in each text
+    digits      one magic number of 64 digits in each text
     varied      twenty differently worded facts in one text
     reworded    ten facts in one text, asked in other words
     lines       the value of one line among many
@@ -674,10 +677,18 @@ def _opener(settings: dict[str, Any], console: Console) -> Open:
             settings["model"], method, options, settings["device"], settings["dtype"], quantize
         )
         console.detail(f"loaded {engine.info.model} in {time.perf_counter() - start:.1f} s")
+        click.get_current_context().call_on_close(lambda: console.detail(_kernels_served()))
         loaded.append(engine)
         return engine
 
     return open_engine
+
+
+def _kernels_served() -> str:
+    from longchat_cli import kernels
+
+    calls = ", ".join(f"{name} {count:,}" for name, count in kernels.served.items())
+    return f"attention calls served by: {calls or 'no kernel'}"
 
 
 def _finder_maker(console: Console) -> MakeFinder:

@@ -18,6 +18,9 @@ from longchat_cli.evaluation.run import TASKS, Answer, Options, Subject, run
 GENERATED = {
     "needle": facts.single,
     "lookalike": facts.lookalike,
+    "values": facts.values,
+    "uuid": facts.uuids,
+    "digits": facts.digits,
     "varied": facts.varied,
     "reworded": facts.reworded,
     "lines": lines.lines,
@@ -73,6 +76,21 @@ def test_lookalikes_share_their_wording_but_neither_key_nor_number():
 def test_fewer_questions_than_facts_keep_the_lookalikes():
     case = next(facts.lookalike(setting(n=2)))
     assert len(case.queries) == 2 and case.document.count("special magic numbers") == 10
+
+
+def test_values_of_one_key_are_all_wanted():
+    (query,) = next(facts.values(setting(n=1))).queries
+    assert query.every and len(set(query.references)) == 4
+    assert score.grade(" and ".join(query.references), query.references, query.every) == 1
+    assert score.grade(query.references[2], query.references, query.every) == 0.25
+
+
+@pytest.mark.parametrize("generate,length", [(facts.uuids, 36), (facts.digits, 64)])
+def test_long_answers(generate, length):
+    for case in generate(setting(n=5)):
+        (answer,) = case.queries[0].references
+        assert len(answer) == length and answer in case.document
+        assert not score.contains(answer[:-1], [answer])
 
 
 def test_many_keyed_facts():

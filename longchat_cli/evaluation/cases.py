@@ -13,12 +13,14 @@ from longchat_cli.prose import prose
 
 @dataclass(frozen=True)
 class Query:
-    """A question, its accepted answers, the planted text that holds them, and where (0 start, 1 end)."""
+    """A question, its accepted answers (all of them wanted with `every`), the planted text that holds them,
+    and where (0 start, 1 end)."""
 
     question: str
     references: tuple[str, ...]
     evidence: str
     depth: float
+    every: bool = False
 
 
 @dataclass(frozen=True)

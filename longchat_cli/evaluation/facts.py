@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from longchat_cli.evaluation.cases import Case, Query, Setting
 from longchat_cli.evaluation.haystack import plant
@@ -69,6 +71,31 @@ def lookalike(setting: Setting) -> Iterator[Case]:
         yield _case(setting, asked, asking=size)
 
 
+def values(setting: Setting) -> Iterator[Case]:
+    """Four magic numbers of one key in each text, asked for together."""
+    for size in setting.groups(1):
+        (key,) = _keys(_KEYS, size, setting.rng)
+        facts = [_number(key, value) for value in _numbers(4, setting.rng)]
+        case = _case(setting, facts, asking=1)
+        question = f"What are all the special magic numbers for {key} mentioned in the provided text?"
+        references = tuple(answer for _, _, answer in facts)
+        yield replace(
+            case, queries=(replace(case.queries[0], question=question, references=references, every=True),)
+        )
+
+
+def uuids(setting: Setting) -> Iterator[Case]:
+    """One magic value of 32 hexadecimal digits in each text."""
+    for size in setting.groups(1):
+        yield _case(setting, _magic(size, setting.rng, _uuids))
+
+
+def digits(setting: Setting) -> Iterator[Case]:
+    """One magic number of 64 digits in each text: an answer too long to be kept by luck."""
+    for size in setting.groups(1):
+        yield _case(setting, _magic(size, setting.rng, _long_numbers))
+
+
 def varied(setting: Setting) -> Iterator[Case]:
     """Twenty facts in one text, each in words of its own."""
     rng = setting.rng
@@ -95,17 +122,32 @@ def reworded(setting: Setting) -> Iterator[Case]:
         pool = pool[size:]
 
 
-def _magic(size: int, rng: random.Random) -> list[tuple[str, str, str]]:
+def _numbers(size: int, rng: random.Random) -> list[str]:
+    return [str(value) for value in rng.sample(range(1_000_000, 10_000_000), size)]
+
+
+def _long_numbers(size: int, rng: random.Random) -> list[str]:
+    return [str(rng.randrange(10**63, 10**64)) for _ in range(size)]
+
+
+def _uuids(size: int, rng: random.Random) -> list[str]:
+    return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(size)]
+
+
+def _magic(
+    size: int, rng: random.Random, values: Callable[[int, random.Random], list[str]] = _numbers
+) -> list[tuple[str, str, str]]:
     keys = _keys(_KEYS, size, rng)
-    values = rng.sample(range(1_000_000, 10_000_000), size)
-    return [
-        (
-            f"One of the special magic numbers for {key} is: {value}.",
-            f"What is the special magic number for {key} mentioned in the provided text?",
-            str(value),
-        )
-        for key, value in zip(keys, values, strict=True)
-    ]
+    return [_number(key, value) for key, value in zip(keys, values(size, rng), strict=True)]
+
+
+def _number(key: str, value: str) -> tuple[str, str, str]:
+    """A fact in RULER's words, its question and its answer."""
+    return (
+        f"One of the special magic numbers for {key} is: {value}.",
+        f"What is the special magic number for {key} mentioned in the provided text?",
+        value,
+    )
 
 
 def _keys(words: list[str], size: int, rng: random.Random) -> list[str]:

@@ -15,7 +15,7 @@ from longchat_cli.evaluation import facts, lines, naturalqa
 from longchat_cli.evaluation.cases import Case, Generator, Query, Setting
 from longchat_cli.evaluation.haystack import Count, load_text
 from longchat_cli.evaluation.perplexity import Forward, by_position, losses
-from longchat_cli.evaluation.score import contains, interval, normalise
+from longchat_cli.evaluation.score import contains, grade, interval, normalise
 from longchat_cli.evaluation.stream import stream
 from longchat_cli.prose import prose
 
@@ -59,10 +59,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Task:
-    """`run(subject, options, progress)` gives {"samples": [...], "totals": [...]}."""
+    """`run(subject, options, progress)` gives {"samples": [...], "totals": [...]}; `generate` makes the texts
+    of a task that asks questions."""
 
     help: str
     run: Callable[[Subject, Options, Progress], dict[str, Any]] = field(repr=False)
+    generate: Generator | None = field(default=None, repr=False)
 
 
 def run(
@@ -84,7 +86,9 @@ def run(
     return {**about, **TASKS[name].run(subject, options, progress)}
 
 
-def _questions(generate: Generator) -> Callable[[Subject, Options, Progress], dict[str, Any]]:
+def _asking(help: str, generate: Generator) -> Task:
+    """A task of questions about texts."""
+
     def work(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
         samples: list[dict[str, Any]] = []
         expected = options.n * len(options.lengths)
@@ -95,7 +99,7 @@ def _questions(generate: Generator) -> Callable[[Subject, Options, Progress], di
             raise BadInput("no question could be asked", samples[0]["error"] if samples else "")
         return {"samples": samples, "totals": _totals(samples)}
 
-    return work
+    return Task(help, work, generate)
 
 
 def _cases(generate: Generator, subject: Subject, options: Options) -> Iterator[Case]:
@@ -128,7 +132,7 @@ def _judge(query: Query, answer: Answer) -> dict[str, Any]:
         **asdict(query),
         "references": list(query.references),
         "answer": answer.text,
-        "correct": contains(answer.text, query.references),
+        "correct": grade(answer.text, query.references, query.every),
         "rank": _rank(query, answer.passages),
         "passages": len(answer.passages),
         "coverage": answer.coverage,
@@ -196,14 +200,15 @@ def _stream(subject: Subject, options: Options, progress: Progress) -> dict[str,
 
 
 TASKS: dict[str, Task] = {
-    "needle": Task("one magic number in each text", _questions(facts.single)),
-    "lookalike": Task("ten magic numbers of different keys in one text", _questions(facts.lookalike)),
-    "varied": Task("twenty differently worded facts in one text", _questions(facts.varied)),
-    "reworded": Task("ten facts in one text, asked in other words", _questions(facts.reworded)),
-    "lines": Task("the value of one line among many (LongEval)", _questions(lines.lines)),
-    "naturalqa": Task(
-        "natural questions, passages planted in a book (--data)", _questions(naturalqa.naturalqa)
-    ),
+    "needle": _asking("one magic number in each text", facts.single),
+    "lookalike": _asking("ten magic numbers of different keys in one text", facts.lookalike),
+    "values": _asking("four magic numbers of one key in each text, asked together", facts.values),
+    "uuid": _asking("one magic value of 32 hexadecimal digits in each text", facts.uuids),
+    "digits": _asking("one magic number of 64 digits in each text", facts.digits),
+    "varied": _asking("twenty differently worded facts in one text", facts.varied),
+    "reworded": _asking("ten facts in one text, asked in other words", facts.reworded),
+    "lines": _asking("the value of one line among many (LongEval)", lines.lines),
+    "naturalqa": _asking("natural questions, passages planted in a book (--data)", naturalqa.naturalqa),
     "perplexity": Task("perplexity by position of a book (--data)", _perplexity),
     "stream": Task("step time and bytes held along one stream", _stream),
 }

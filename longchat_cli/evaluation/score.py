@@ -22,7 +22,13 @@ def contains(answer: str, references: Sequence[str]) -> bool:
     return any(f" {normalise(reference)} " in padded for reference in references)
 
 
-def interval(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
+def grade(answer: str, references: Sequence[str], every: bool = False) -> float:
+    """Whether the answer has one of the references; with `every`, the share of them that it has."""
+    found = [contains(answer, [reference]) for reference in references]
+    return sum(found) / len(found) if every else any(found)
+
+
+def interval(correct: float, n: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's interval of a share `correct / n` (95 % by default); (0, 1) for n = 0."""
     if n == 0:
         return 0.0, 1.0
