@@ -17,6 +17,8 @@ import pytest
 import tiny
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from longchat_cli import state
 from longchat_cli.attention import METHODS, method_class
@@ -36,24 +38,39 @@ SMALL: dict[str, dict[str, Any]] = {
     "cca": {"group": 4, "local": 6, "sinks": 3},
     "infllm": {"init": 3, "local": 8, "block": 4, "topk": 2, "representatives": 2},
     "recycled": {"fraction": 4, "stride": 5},
+    "truncate": {"budget": 10},
+    "recompute": {"window": 9, "stride": 3},
+    "lm-infinite": {"sinks": 3, "window": 9},
+    "snapkv": {"budget": 12, "window": 4},
+    "pyramidkv": {"budget": 12, "window": 4},
+    "h2o": {"budget": 12},
+    "tova": {"budget": 12},
 }
 """Options under which a text of LENGTH tokens is beyond the budget; see `small` for methods not named."""
 
 WIDE: dict[str, dict[str, Any]] = {"recycled": {"keep": 4096, "stride": 5}}
 """Options under which it is within; methods not named have default budgets far above LENGTH."""
 
-BOUNDED: dict[str, int] = {"window": 9, "sink": 12}
+BOUNDED: dict[str, int] = {"window": 9, "sink": 12, "lm-infinite": 12, "recompute": 9}
 """Methods of flat memory and step time: the most tokens that a query sees under `SMALL`."""
 
-HELD: dict[str, tuple[float, float]] = {"cca": (0.2, 0.5)}
+HELD: dict[str, tuple[float, float]] = {"cca": (0.2, 0.5), "truncate": (0.0, 0.1)}
 """Bytes held of a long text, at least and at most, as a share of full attention's; the others hold all."""
 
-CHUNKS, DECODE = "chunks", "decode"
+CHUNKS, DECODE, GENERATE = "chunks", "decode", "generate"
 UNDEFINED: dict[tuple[str, str], str] = {
     ("infllm", CHUNKS): "the queries of a chunk choose blocks together, so the chunks are part of the result",
     ("infllm", DECODE): "a decoded token chooses its blocks alone, a prompt's chunk together",
     ("sink++", DECODE): "decoding sees sinks and window between refreshes, reading sees everything",
     ("recycled", DECODE): "decoding sees the small cache between refreshes, reading sees everything",
+    ("truncate", CHUNKS): "a call's rows share the text that its last row reads",
+    ("truncate", DECODE): "what is decoded comes on top of the budget, what is read within",
+    ("snapkv", DECODE): "decoding evicts, reading does not",
+    ("pyramidkv", DECODE): "decoding evicts, reading does not",
+    ("h2o", DECODE): "decoding evicts, reading does not",
+    ("tova", DECODE): "decoding evicts, reading does not",
+    ("truncate", GENERATE): "generate calls the model itself, the method's reading is around it",
+    ("recompute", GENERATE): "generate calls the model itself, the method's reading is around it",
 }
 
 
@@ -202,16 +219,17 @@ def test_saved_states_go_on_identically(architecture, name, tmp_path):
         assert not path.exists()
         return
     state.save(path, cache, {"model": architecture}, {"more": torch.arange(3)})
+    visible = cache.visible()
     wanted = read(model, cache, ids[28:], [1] * 7, decode=True)
     again = model.new_cache(small(name))
     about, extra = state.load(path, again, {"model": architecture})
     assert about == {"model": architecture}
     assert extra["more"].tolist() == [0, 1, 2]
-    assert (again.seen, again.visible()) == (28, cache.visible() if name in BOUNDED else again.visible())
+    assert (again.seen, again.visible()) == (28, visible)
     assert torch.equal(read(model, again, ids[28:], [1] * 7, decode=True), wanted)
 
 
-@cells_where(deep=True)
+@cells_where(GENERATE, deep=True)
 def test_generate_is_our_loop(architecture, name):
     """Invariant 7: transformers' own greedy generation over our cache."""
     model, prompt = decoder(architecture), tiny.tokens(20)
@@ -272,7 +290,7 @@ def reachable(value: Any) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("name", sorted(BOUNDED))
+@pytest.mark.parametrize("name", sorted(BOUNDED.keys() - {"recompute"}))  # a step of it reads a window
 def test_work_per_step_is_flat(name):
     """Keys handed to the kernel per step, far beyond the budget: what time is made of, without a clock."""
     model = decoder("llama")
@@ -300,6 +318,12 @@ def test_window_is_mistrals_own_sliding_window():
     model = decoder("mistral")
     found = read(model, model.new_cache(small("window")), ids, [30, 14])
     assert worst(found, wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["truncate", "recompute"])
+def test_generate_refuses_methods_that_read_anew(name):
+    with pytest.raises(UsageError, match="generate"):
+        transformers_cache(decoder("llama").new_cache(small(name)))
 
 
 def test_generate_goes_on_from_what_we_read():
@@ -358,6 +382,77 @@ def test_methods_that_move_keys_refuse_models_without_a_rotation(architecture, n
     with pytest.raises(UsageError) as caught:
         decoder(architecture).new_cache(small(name))
     assert re.search("not a plain rotation|at other rates", caught.value.why)
+
+
+# --- rotations that change with length
+
+
+@functools.cache
+def stretching(kind: str, trained: int = 32) -> tuple[PreTrainedModel, HFDecoder]:
+    """A stock model whose rates change past `trained` tokens, and the same as a decoder."""
+    config, options = {
+        "longrope": ("Phi3", tiny.longrope(4, trained)),
+        "dynamic": ("Llama", {"rope_parameters": tiny.DYNAMIC, "max_position_embeddings": trained}),
+    }[kind]
+    return tiny.build(config, **options), HFDecoder(tiny.build(config, **options))
+
+
+@torch.no_grad()
+def stock_calls(stock: PreTrainedModel, ids: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Logits of a stock model that reads ids in calls of these sizes with its own cache."""
+    cache = DynamicCache(config=stock.config)
+    parts = ids[: sum(sizes)].split(list(sizes))
+    return torch.cat([stock(input_ids=part[None], cache=cache).logits[0] for part in parts])
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_within_the_trained_length_rates_are_the_first_ones(kind):
+    stock, model = stretching(kind)
+    ids = tiny.tokens(32)
+    wanted = stock_calls(stock, ids, [32])
+    found = read(model, model.new_cache(small("full")), ids, [10, 15, 1, 6])
+    assert worst(found, wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("sizes", [[44], [20, 24], [30, 2, 7, 5], [28] + [1] * 16])
+def test_a_longrope_text_that_outgrows_its_first_rates_is_read_again(sizes):
+    """Every call past the switch has what stock computes for the whole text at once."""
+    stock, model = stretching("longrope")
+    ids, cache = tiny.tokens(LENGTH), model.new_cache(small("full"))
+    for size in sizes:
+        cache.decoding = size == 1
+        end = cache.seen + size
+        found = model.forward(ids[cache.seen : end], cache, size)
+        assert worst(found, stock_calls(stock, ids, [end])[-size:]) <= TOLERANCE
+        assert cache.seen == cache.visible() == end
+    assert not len(cache.text)
+    mixed = stock_calls(stock, ids, [20, 24])
+    assert worst(mixed, stock_calls(stock, ids, [44])) > 100 * TOLERANCE, "what it would be without"
+
+
+def test_a_longrope_text_can_outgrow_its_rates_from_a_mark_and_a_file(tmp_path):
+    _, model = stretching("longrope")
+    ids = tiny.tokens(LENGTH)
+    wanted = read(model, model.new_cache(small("window")), ids, [LENGTH])[-14:]
+    cache = model.new_cache(small("window"))
+    read(model, cache, ids, [30])
+    mark = cache.snapshot()
+    state.save(tmp_path / "state", cache, {}, {})
+    assert worst(read(model, cache, ids[30:], [14]), wanted) <= TOLERANCE
+    cache.restore(mark)
+    assert worst(read(model, cache, ids[30:], [5, 9]), wanted) <= TOLERANCE
+    again = model.new_cache(small("window"))
+    state.load(tmp_path / "state", again, {})
+    assert worst(read(model, again, ids[30:], [14]), wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("sizes", [[44], [20, 24], [30] + [1] * 14])
+def test_dynamic_rates_beyond_the_trained_length_are_those_of_stock_calls(sizes):
+    """Every call turns at the rates of the length so far and keys stay as they were: stock's own cache."""
+    stock, model = stretching("dynamic")
+    ids = tiny.tokens(LENGTH)
+    found = read(model, model.new_cache(small("full")), ids, sizes)
+    assert worst(found, stock_calls(stock, ids, sizes)) <= TOLERANCE
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -449,6 +449,14 @@ SMALL = {
     "cca": {"group": 4, "local": 6, "sinks": 3},
     "infllm": {"init": 3, "local": 8, "block": 4, "topk": 2, "representatives": 2},
     "recycled": {"fraction": 4, "stride": 5},
+    "truncate": {"budget": 10},
+    "recompute": {"window": 9, "stride": 3},
+    "sink++": {"sinks": 3, "window": 9, "stride": 4},
+    "lm-infinite": {"sinks": 3, "window": 9},
+    "snapkv": {"budget": 12, "window": 4},
+    "pyramidkv": {"budget": 12, "window": 4},
+    "h2o": {"budget": 12},
+    "tova": {"budget": 12},
 }
 
 

@@ -148,6 +148,7 @@ class HFDecoder:
         self.vocab_size = self.config.vocab_size
         self.window = int(getattr(self.config, "max_position_embeddings", 0) or 2048)
         self.inexact = make_exact(model)  # rotary modules whose angles stay float32
+        self.switch = _switch(self.config)  # a longer text turns at other rates
         self.device = model.device
         self.dtype = model.dtype
 
@@ -174,7 +175,10 @@ class HFDecoder:
         return cache.method.forward(self._run, ids, cache, logits)
 
     def _run(self, ids: Tensor, cache: Cache, logits: int) -> Tensor:
-        view = transformers_cache(cache, cache.decoding)
+        new = len(ids)
+        if self.switch and type(cache.method).forward is Method.forward:
+            ids = self._at_one_rate(self.switch, ids, cache)
+        view = transformers_cache(cache, cache.decoding and len(ids) == new)
         positions = torch.arange(cache.position, cache.position + len(ids), device=self.device).unsqueeze(0)
         # Not inference mode: `generate` may go on with this cache outside of it.
         with torch.no_grad():
@@ -193,6 +197,18 @@ class HFDecoder:
                 "choose another model",
             )
         return out.logits[0, -logits:].float() if logits else out.logits[0, :0].float()
+
+    @staticmethod
+    def _at_one_rate(switch: int, ids: Tensor, cache: Cache) -> Tensor:
+        """What to read for new ids: when the text outgrows `switch`, all of it again, as stock `generate`."""
+        if cache.position > switch:
+            return ids
+        text = torch.cat([cache.text, ids.cpu()])
+        cache.text = text if len(text) <= switch else text[:0]
+        if len(text) <= switch or not cache.position:
+            return ids
+        cache.restart(0)
+        return text
 
     def read(self, ids: Tensor, cache: Cache, depth: int) -> None:
         """Read ids for their keys alone; every layer runs, whatever `depth` asks."""
@@ -233,7 +249,12 @@ class HFDecoder:
 
 
 def transformers_cache(cache: Cache, decoding: bool | None = None) -> TransformersCache:
-    """Our state as a transformers cache; `decoding` None leaves it to be guessed, as `generate` needs."""
+    """Our state as a transformers cache; `decoding` None leaves it to be guessed, as `generate` needs.
+
+    Raises UsageError then for a method whose own reading `generate` would pass by.
+    """
+    if decoding is None and type(cache.method).forward is not Method.forward:
+        raise UsageError("transformers' generate cannot serve this method", "it reads the text anew")
     foreign = cache.foreign or {}
     return TransformersCache(
         layers=[
@@ -247,6 +268,13 @@ def _stretches(parameters: dict[str, Any]) -> bool:
     """Whether a model's rotary frequencies depend on the length so far, which no single token shows."""
     groups = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     return any(group.get("rope_type") in ("dynamic", "longrope") for group in groups)
+
+
+def _switch(config: Any) -> int | None:
+    """The length past which a longrope model (Phi 3) turns all keys at other rates, the first ones too."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    longrope = parameters.get("rope_type") == "longrope"
+    return int(parameters["original_max_position_embeddings"]) if longrope else None
 
 
 def _usable(rope: Rope | None | str) -> Rope | None:

@@ -41,9 +41,9 @@ class InfLLM(Method):
     unlimited = True
     needs_rope = True
     chunk = 512
-    init: int = option(128, "first tokens always visible", low=0)
-    local: int = option(4096, "recent tokens always visible", low=1)
-    block: int = option(128, "tokens per block", low=1)
+    init: int = option(128, "first tokens always visible", low=0, budget=1 / 49)
+    local: int = option(4096, "recent tokens always visible", low=1, budget=32 / 49)
+    block: int = option(128, "tokens per block", low=1, budget=1 / 49)
     topk: int = option(16, "blocks fetched per chunk", low=1)
     representatives: int = option(4, "keys that stand for a block", low=1)
 
@@ -90,7 +90,7 @@ class InfLLMLayer(Layer):
 
     def _append(self, new: Step) -> None:
         if len(self.head) < self.method.init:
-            self.head.fill(self.method.init, self._unrotate(new.k, new.first), new.v)
+            self.head.fill(self.method.init, self.unrotated(new.k, new.first), new.v)
         self.near.append(new.k, new.v)
         fresh = new.k.new_zeros(new.k.shape[0], new.rows, dtype=torch.float32)
         self.weight = fresh if self.weight is None else torch.cat([self.weight, fresh], dim=1)
@@ -101,7 +101,7 @@ class InfLLMLayer(Layer):
         while self._frozen + self.method.block <= left:
             assert self.weight is not None
             at = slice(self._frozen - self.near.first, self._frozen - self.near.first + self.method.block)
-            keys = self._unrotate(self.near.k[:, at], self._frozen)
+            keys = self.unrotated(self.near.k[:, at], self._frozen)
             count = min(self.method.representatives, self.method.block)
             top = self.weight[:, at].topk(count, dim=-1).indices
             self.marks = [*self.marks, torch.take_along_dim(keys, top.unsqueeze(-1), dim=1)]
@@ -116,7 +116,7 @@ class InfLLMLayer(Layer):
         start = max(self._frozen, self.near.first)
         stop = max(int(torch.as_tensor(left).max()), start)
         at = slice(start - self.near.first, stop - self.near.first)
-        keys = self._unrotate(self.near.k[:, at], start)
+        keys = self.unrotated(self.near.k[:, at], start)
         return Span(keys, self.near.v[:, at], 0, at_least(left - start, 0), turn)
 
     def _fetch(self, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,8 +128,3 @@ class InfLLMLayer(Layer):
         chosen = [self.blocks[i] for i in best.tolist()]
         keys, values = (torch.cat(parts, dim=1).to(queries.device) for parts in zip(*chosen, strict=True))
         return keys, values
-
-    def _unrotate(self, k: Tensor, first: int) -> Tensor:
-        if self.rope is None:
-            return k.clone()
-        return self.rope.unrotate(k, torch.arange(first, first + k.shape[1], device=k.device))

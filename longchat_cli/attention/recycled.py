@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from longchat_cli import kernels
 from longchat_cli.attention.buffer import KVBuffer
 from longchat_cli.attention.layer import Method, Step, joined, option
 from longchat_cli.attention.refresh import RefreshLayer
 from longchat_cli.attention.rope import Rope
+from longchat_cli.attention.select import observed, pooled, ranked
 from longchat_cli.kernels import Observe, Span
 
 OBSERVE = Observe(rows="last", heads="max")
@@ -30,8 +30,10 @@ class Recycled(Method):
     keeps = "every token, and a small cache of 1 / --fraction of them"
     forgets = "nothing; between refreshes a step sees only the small cache"
     cost = "reading as full; most steps attend to 1 / --fraction of the keys; memory 1 + 1 / fraction of full"
+    dense_prompts = True
+    dense_prompts = True
     fraction: int = option(8, "the small cache holds 1 / this of the tokens", low=1)
-    keep: int = option(0, "tokens in the small cache; 0: by --fraction", low=0)
+    keep: int = option(0, "tokens in the small cache; 0: by --fraction", low=0, budget=1)
     stride: int = option(3, "full attention every this many steps (S); published: 5 or 10", low=1)
     tau: float = option(0.0, "keep partial steps while queries stay this similar; 0: fixed schedule", low=0.0)
     pool: int = option(7, "width of the max-pooling over positions", low=1)
@@ -57,7 +59,7 @@ class RecycledLayer(RefreshLayer):
         """The first step after a prompt chooses by the prompt's last query."""
         if self.small is None:
             assert self.query is not None
-            self._choose(self._weights(self.query, new))
+            self._choose(observed(self.kv, self.query.unsqueeze(1), new, OBSERVE))
 
     def due(self, new: Step) -> bool:
         """The dynamic schedule keeps partial steps while the query stays like that of the last full step."""
@@ -75,17 +77,8 @@ class RecycledLayer(RefreshLayer):
     def observe(self, scores: Sequence[Tensor | None], new: Step) -> None:
         self._choose(joined(scores))
 
-    def _weights(self, query: Tensor, new: Step) -> Tensor:
-        """Attention of query [heads, dim] over the full cache, reduced to [KV heads, keys]."""
-        everything = [Span(k, v, observe=OBSERVE) for k, v, _ in self.kv.parts()]
-        _, scores = kernels.attend(query.unsqueeze(1), everything, new.scale, new.softcap, new.sinks)
-        return joined(scores)
-
     def _choose(self, weights: Tensor) -> None:
         """Fill the small cache with the highest weights [KV heads, keys], in ascending order."""
-        keys, width = weights.shape[-1], self.method.pool
-        self.count = self.method.keep or max(keys // self.method.fraction, 1)
-        pooled = F.max_pool1d(F.pad(weights, ((width - 1) // 2, width // 2)), width, stride=1)
-        # Pooling makes neighbours tie: a stable sort takes the earlier one, on every device.
-        top = pooled.sort(dim=-1, descending=True, stable=True).indices[:, : self.count].flip(-1)
+        self.count = self.method.keep or max(weights.shape[-1] // self.method.fraction, 1)
+        top = ranked(pooled(weights, self.method.pool))[:, : self.count].flip(-1)
         self.small = self.kv.take(top)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from longchat_cli.attention.buffer import KVBuffer
 from longchat_cli.attention.layer import Method, Step, at_most, each_row, option
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.window import WindowLayer
-from longchat_cli.kernels import Span
+from longchat_cli.kernels import Bound, Span
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Sink(Method):
     unlimited = True
     needs_rope = True
     sinks: int = option(4, "first tokens that stay", low=0)
-    window: int = option(1020, "recent tokens that stay", low=1)
+    window: int = option(1020, "recent tokens that stay", low=1, budget=1)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> SinkLayer:
         return SinkLayer(self, rope)
@@ -40,13 +42,21 @@ class SinkLayer(WindowLayer):
 
     def spans(self, new: Step) -> list[Span]:
         recent = super().spans(new)
-        self.head.fill(self.sinks, new.k, new.v)
+        if len(self.head) < self.sinks:
+            self.head.fill(self.sinks, self.kept(new), new.v)
         if not len(self.head) or new.end <= self.window:
             return recent
-        # A row's place in the cache is its true position until tokens between sinks and window are gone.
-        place = each_row(new, lambda p: at_most(p, self.sinks + self.window - 1))
-        outside = at_most(self.left(new), self.sinks)
-        return [Span(self.head.k, self.head.v, 0, outside, self.turn(new, place)), *recent]
+        outside = at_most(self.left(new), len(self.head))
+        return [Span(self.head.k, self.head.v, 0, outside, self.turn(new, self.apparent(new))), *recent]
+
+    def kept(self, new: Step) -> Tensor:
+        """The new keys as the first tokens keep them."""
+        return new.k
+
+    def apparent(self, new: Step) -> Bound:
+        """Where the new queries seem to stand for the first tokens: at their own place in the cache."""
+        # It is the true position until tokens between sinks and window are gone.
+        return each_row(new, lambda p: at_most(p, self.sinks + self.window - 1))
 
     def visible(self) -> int:
         return min(self.seen, self.sinks + self.window)
