@@ -44,11 +44,15 @@ TEMPERATURE = {**YARN, "factor": 32.0, "original_max_position_embeddings": 16, "
 DYNAMIC = {**BASE, "rope_type": "dynamic", "factor": 2.0}
 
 
-def longrope(planes: int, trained: int) -> dict[str, Any]:
-    """Other frequencies as soon as a text is longer than `trained` tokens."""
-    factors = {"short_factor": [1.0 + i / 8 for i in range(planes)], "long_factor": [4.0] * planes}
-    more = {"factor": SIZES["max_position_embeddings"] / trained, "original_max_position_embeddings": trained}
-    return {**BASE, "rope_type": "longrope", **more, **factors}
+def longrope(planes: int, trained: int, **more: Any) -> dict[str, Any]:
+    """Options of a Phi 3 whose frequencies are others as soon as a text is longer than `trained` tokens."""
+    parameters = {
+        **BASE,
+        "rope_type": "longrope",
+        "short_factor": [1.0 + i / 8 for i in range(planes)],
+        "long_factor": [4.0] * planes,
+    }
+    return {"original_max_position_embeddings": trained, "rope_parameters": parameters | more}
 
 
 def _hybrid(*kinds: str, window: int = 16) -> dict[str, Any]:
@@ -94,9 +98,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ministral3": _plain("Ministral3", rope_parameters=TEMPERATURE),
     "starcoder2": _plain("Starcoder2", sliding_window=None),
     "phi3": _plain("Phi3", "half 2", partial_rotary_factor=0.5),
-    "phi3-longrope": _plain(
-        "Phi3", "no", rope_parameters={**longrope(2, 512), "partial_rotary_factor": 0.5}
-    ),
+    "phi3-longrope": _plain("Phi3", "no", **longrope(2, 128, partial_rotary_factor=0.5)),
     "stablelm": _plain("StableLm", "half 1", partial_rotary_factor=0.25),
     "glm4": _plain("Glm4", "interleaved 2", partial_rotary_factor=0.5),
     "olmo2": _plain("Olmo2"),
