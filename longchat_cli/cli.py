@@ -397,6 +397,7 @@ def _answer_all(
     show_prompt: bool,
 ) -> None:
     from longchat_cli import ask as asking
+    from longchat_cli.config import format_bytes
 
     interrupts = Interrupts()
     show = (
@@ -415,7 +416,8 @@ def _answer_all(
             console.notice(answer.evidence())
             if answer.stop in CUT:
                 console.notice(CUT[answer.stop])
-            console.detail(f"{answer.usage} {answer.timings}")
+            held = format_bytes(answer.coverage["bytes"])
+            console.detail(f"{answer.usage} {answer.timings}, {held} of keys and values held")
             if answer.cancelled:
                 raise KeyboardInterrupt
 
