@@ -18,7 +18,6 @@ class Full(Method):
     keeps = "every token"
     forgets = "nothing; beyond the trained window answers break down"
     cost = "memory and step time grow with length; reading costs length squared"
-
     dense_prompts = True
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:

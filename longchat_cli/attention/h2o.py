@@ -23,6 +23,7 @@ class H2O(Evicting):
     keeps = "--budget entries: half with the most attention from all queries so far, half the most recent"
     forgets = "the rest, for good"
     cost = "reading as full and scored; then flat memory and step time"
+    observes_prompts = True
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> H2OLayer:
         return H2OLayer(self, rope)

@@ -8,6 +8,7 @@ in place, so that a snapshot is a copy of references.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from longchat_cli import kernels
-from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.buffer import Buffer, KVBuffer, PackedBuffer
 from longchat_cli.attention.rope import Rope
 from longchat_cli.errors import UsageError
 from longchat_cli.kernels import Bound, Observe, Rotation, Span
+from longchat_cli.kernels.span import INDEX_ROWS
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,13 @@ class Method:
     unlimited: ClassVar[bool] = False  # serves texts longer than the trained window
     chunk: ClassVar[int | None] = None  # most rows a prefill call may have, where the method sets it
     whole: ClassVar[bool] = False  # a prompt comes in one call
+    observes_prompts: ClassVar[bool] = False  # wants the probabilities of every query of a prompt
+    prefill: str = option("own", "how prompts are read: own, or minference[:option=value,...]")
+    kv_dtype: str = option(
+        "auto",
+        "how keys and values are stored; auto: as the model computes, fp8 to int4: recent tokens exact",
+        choices=("auto", "bf16", "fp8", "int8", "int4"),
+    )
 
     def __post_init__(self) -> None:
         """Check every option against its metadata. Raises UsageError."""
@@ -90,6 +99,13 @@ class Method:
                 raise UsageError(f"{flag} is {value}", f"it must be at least {low}")
             if choices and value not in choices:
                 raise UsageError(f"{flag} is {value}", "", f"choose from {', '.join(choices)}")
+        if _prefill(self.prefill) and not (self.dense_prompts and not self.observes_prompts):
+            why = (
+                "weighs keys by all queries of a prompt"
+                if self.observes_prompts
+                else "reads prompts its own way"
+            )
+            raise UsageError("--prefill does not fit this method", f"it {why}", "leave it out")
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
         """The state of attention layer `index` of `layers`."""
@@ -98,6 +114,14 @@ class Method:
     def forward(self, run: Run, ids: Tensor, cache: Cache, logits: int) -> Tensor:
         """How new ids int64 [rows] reach the model; methods that read text anew override it."""
         return run(ids, cache, logits)
+
+    def narrow(self, spans: list[Span], new: Step) -> list[Span]:
+        """What more than 64 rows of a prompt see of `spans`, as `prefill` has it."""
+        other = _prefill(self.prefill)
+        return other.narrow(spans, new) if other else spans
+
+    def link(self, layers: Sequence[Layer]) -> None:
+        """Called once with the layers of a cache, in order: they may get to know each other."""
 
     @classmethod
     def at_budget(cls, tokens: int, length: int) -> dict[str, Any]:
@@ -115,16 +139,29 @@ class Method:
         return cls(**options)
 
 
+@functools.cache
+def _prefill(text: str) -> Method | None:
+    """The method that reads prompts in place of one's own. Raises UsageError."""
+    from longchat_cli.attention import minference  # it needs this module
+
+    return None if text == "own" else minference.parse(text)
+
+
 class Layer:
     """One attention layer's state under a method. Subclasses define `spans`, and `observe` if they ask."""
+
+    onward: Tensor | None = None  # int64, the rows of the last call that deeper layers need; None: all
 
     def __init__(self, method: Any, rope: Rope | None) -> None:
         self.method, self.rope = method, rope
         self.seen = 0
 
-    def buffer(self, first: int = 0) -> KVBuffer:
-        """An empty buffer for keys and values from the absolute index `first` on."""
-        return KVBuffer(first)
+    def buffer(self, first: int = 0) -> Buffer:
+        """An empty buffer for keys and values from the absolute index `first` on, in the precision chosen."""
+        kind = self.method.kv_dtype
+        if kind in ("auto", "bf16"):
+            return KVBuffer(first, torch.bfloat16 if kind == "bf16" else None)
+        return PackedBuffer(kind, first)
 
     def spans(self, new: Step) -> list[Span]:
         """Take the new tokens and return what their queries see, the tokens themselves included."""
@@ -150,6 +187,8 @@ class Layer:
         """q [heads, rows, dim] and k, v [KV heads, rows, dim] at true positions -> [heads, rows, dim]."""
         new = Step(q, k, v, self.seen, scale, decoding, softcap, sinks)
         spans = [span for span in self.spans(new) if span.k.shape[1]]
+        if not decoding and new.rows > INDEX_ROWS:
+            spans = self.method.narrow(spans, new)
         out, scores = kernels.attend(q, spans, scale, softcap, sinks)
         self.seen = new.end
         if any(span.observe for span in spans):
@@ -187,7 +226,7 @@ class Layer:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, KVBuffer):
+    if isinstance(value, Buffer):
         return value.tensors()
     return [value] if isinstance(value, Tensor) else []
 
@@ -195,7 +234,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _copy(value: Any) -> Any:
     if isinstance(value, list):
         return [_copy(item) for item in value]
-    return value.copy() if isinstance(value, KVBuffer) else value
+    return value.copy() if isinstance(value, Buffer) else value
 
 
 def each_row(new: Step, function: Callable[[Any], Any]) -> Bound:
@@ -213,9 +252,9 @@ def at_most(value: Any, high: int) -> Any:
     return value.clamp(max=high) if isinstance(value, Tensor) else min(value, high)
 
 
-def causal(buffer: KVBuffer, new: Step, start: Bound = 0, observe: Observe | None = None) -> list[Span]:
+def causal(buffer: Buffer, new: Step, start: Bound = 0, observe: Observe | None = None) -> list[Span]:
     """Row at position p sees the buffer's tokens from absolute index `start` (a bound per row) up to p."""
-    end = each_row(new, lambda position: position + 1)
+    start, end = at_least(start, buffer.first), each_row(new, lambda position: position + 1)
     return [
         Span(k, v, at_least(start - first, 0), end - first, observe=observe) for k, v, first in buffer.parts()
     ]
@@ -240,6 +279,7 @@ class Cache:
         self.position = self.skipped = 0
         self.text = torch.empty(0, dtype=torch.int64)
         self.foreign = foreign
+        method.link(self.own())
         self._empty = self.snapshot()
 
     @property

@@ -31,7 +31,6 @@ class Recycled(Method):
     forgets = "nothing; between refreshes a step sees only the small cache"
     cost = "reading as full; most steps attend to 1 / --fraction of the keys; memory 1 + 1 / fraction of full"
     dense_prompts = True
-    dense_prompts = True
     fraction: int = option(8, "the small cache holds 1 / this of the tokens", low=1)
     keep: int = option(0, "tokens in the small cache; 0: by --fraction", low=0, budget=1)
     stride: int = option(3, "full attention every this many steps (S); published: 5 or 10", low=1)

@@ -38,6 +38,10 @@ class Rotation:
         turned[..., second] = b * self.cos + a * self.sin
         return turned.to(x.dtype)
 
+    def take(self, rows: Tensor) -> Rotation:
+        """The rotation of these rows alone, int64 [n]."""
+        return Rotation(self.cos[rows], self.sin[rows], self.interleaved)
+
 
 @dataclass(frozen=True)
 class Observe:

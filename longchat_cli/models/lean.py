@@ -162,7 +162,8 @@ class LeanDecoder:
         return cache.method.forward(self._run, ids, cache, logits)
 
     def _run(self, ids: Tensor, cache: Cache, logits: int) -> Tensor:
-        x = self.read(ids, cache, self.layers)
+        # Rows that a method gives up between layers are computed only where their logits are asked for.
+        x = self.read(ids, cache, self.layers, every=logits > 1)
         return self._logits(F.rms_norm(x[len(x) - min(logits, len(x)) :], x.shape[-1:], self.norm, self.eps))
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -179,8 +180,11 @@ class LeanDecoder:
         return rough.scatter(-1, best, exact)
 
     @torch.inference_mode()
-    def read(self, ids: Tensor, cache: Cache, depth: int) -> Tensor:
-        """Run the first `depth` layers over ids [rows]; states float32 [rows, width] before the last norm."""
+    def read(self, ids: Tensor, cache: Cache, depth: int, every: bool = False) -> Tensor:
+        """Run the first `depth` layers over ids [rows]; states float32 [rows, width] before the last norm.
+
+        Of a method that drops rows on the way only the states left come back, unless `every` one is wanted.
+        """
         x = self.embedding[ids.to(self.device)].float()  # the residual stream stays in float32
         rotation = self.rope.rotation(
             torch.arange(cache.position, cache.position + len(ids), device=self.device)
@@ -192,6 +196,8 @@ class LeanDecoder:
             )
             gate, up = block.gate_up(self._normed(x, block.mlp_norm)).chunk(2, dim=-1)
             x = x + block.down(F.silu(gate) * up)
+            if layer.onward is not None and not every:
+                x, rotation = x[layer.onward], rotation.take(layer.onward)
         cache.position += len(ids)
         return x
 
