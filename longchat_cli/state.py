@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.buffer import KVBuffer, PackedBuffer, Recent, Storage
 from longchat_cli.attention.layer import Cache
 from longchat_cli.errors import BadInput, MissingInput, StorageError
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save(path: Path, cache: Cache, about: dict[str, Any], extra: dict[str, Tensor]) -> None:
@@ -88,9 +88,10 @@ def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {name: _pack(item, tensors) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return {"list": [_pack(item, tensors) for item in value]}
-    if isinstance(value, KVBuffer):
-        parts = [value.k, value.v] if value.tensors() else []
-        return {"buffer": [value.first, value.end, *(_put(part, tensors) for part in parts)]}
+    if isinstance(value, (Storage, PackedBuffer)):
+        return {type(value).__name__: _pack(value.state(), tensors)}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Tensor):
         return {"tensor": _put(value, tensors)}
     return {"plain": value}
@@ -110,8 +111,10 @@ def _unpack(saved: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         return tensors[value]
     if kind == "plain":
         return value
-    first, end, *names = value
-    buffer = KVBuffer(first if names else end)
-    if names:
-        buffer.append(tensors[names[0]], tensors[names[1]])
-    return buffer
+    if kind == "dtype":
+        return _DTYPES[value]
+    return _BUFFERS[kind].of(**{name: _unpack(item, tensors) for name, item in value.items()})
+
+
+_DTYPES = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
+_BUFFERS: dict[str, Any] = {kind.__name__: kind for kind in (Storage, KVBuffer, Recent, PackedBuffer)}
