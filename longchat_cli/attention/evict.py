@@ -33,6 +33,7 @@ class EvictingLayer(FullLayer):
     The last `recent` entries always stay. `weigh` may use `queries`, the last `window` ones of the prompt.
     """
 
+    fixed = FullLayer.fixed | {"budget", "recent", "window"}
     recent = window = 0
 
     def __init__(self, method: Any, rope: Rope | None) -> None:
@@ -46,7 +47,8 @@ class EvictingLayer(FullLayer):
             self._remember(new.q)
         elif self.prompt:
             self.prompt = False
-            self.evict(self.weigh(new))
+            if len(self.kv) > self.budget:
+                self.evict(self.weigh(new))
         self.kv.append(new.k, new.v)
         return causal(self.kv, new, observe=self.watch(new))
 

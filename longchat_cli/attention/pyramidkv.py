@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longchat_cli.attention.layer import option
-from longchat_cli.attention.rope import Rope
-from longchat_cli.attention.snapkv import SnapKV, SnapKVLayer
+from longchat_cli.attention.layer import Layer, option
+from longchat_cli.attention.snapkv import SnapKV
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,15 @@ class PyramidKV(SnapKV):
     keeps = "as SnapKV; --budget is the mean over layers"
     beta: int = option(20, "the last layer has 1 / this of the mean budget", low=1)
 
-    def layer(self, index: int, layers: int, rope: Rope | None) -> SnapKVLayer:
-        layer = SnapKVLayer(self, rope)
-        mean = self.budget - layer.window
+    def link(self, layers: Sequence[Layer]) -> None:
+        # Depth counts these layers alone: those of other kinds share no budget.
+        for index, layer in enumerate(layers):
+            depth = index / (len(layers) - 1) if len(layers) > 1 else 0.5
+            layer.budget = self._budget(depth)  # type: ignore[attr-defined]
+
+    def _budget(self, depth: float) -> int:
+        """Entries that the layer at `depth`, 0 to 1, keeps."""
+        window = min(self.window, self.budget)
+        mean = self.budget - window
         last = mean / self.beta
-        depth = index / (layers - 1) if layers > 1 else 0.5
-        layer.budget = layer.window + round((2 * mean - last) * (1 - depth) + last * depth)
-        return layer
+        return window + round((2 * mean - last) * (1 - depth) + last * depth)

@@ -49,4 +49,5 @@ class RefreshLayer(FullLayer):
         raise NotImplementedError
 
     def _refreshed(self, new: Step) -> None:
-        self.query, self.steps = new.q[:, -1], 0
+        # Cloned: a view would hold the queries of the whole prompt.
+        self.query, self.steps = new.q[:, -1].clone(), 0

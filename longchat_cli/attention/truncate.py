@@ -25,13 +25,14 @@ class Truncate(Full):
     budget: int = option(1024, "tokens of a prompt that are read", low=2, budget=1)
 
     def forward(self, run: Run, ids: Tensor, cache: Cache, logits: int) -> Tensor:
+        logits = min(logits, len(ids))
         text = torch.cat([cache.text, ids.cpu()])
         cache.text = text
         if cache.decoding or cache.seen + len(ids) <= self.budget:
             return run(ids, cache, logits)
         head = self.budget // 2
         # Rows whose logits are wanted are read, however many.
-        tail = max(self.budget - head, min(logits, len(ids)))
+        tail = max(self.budget - head, logits)
         text = torch.cat([text[:head], text[-tail:]]) if len(text) > head + tail else text
         seen = cache.seen + len(ids)
         cache.restart(seen - len(text))
