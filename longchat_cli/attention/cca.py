@@ -88,9 +88,7 @@ class CCALayer(Layer):
         low, high = max(new.first // g, self.cores.end), new.end // g
         if low >= high:
             return
-        rows = slice(low * g - self.raw.first, high * g - self.raw.first)
-        groups = (self.raw.k.shape[0], high - low, g, -1)
-        k, v = (x[:, rows].reshape(groups).float() for x in (self.raw.k, self.raw.v))
+        k, v = (x.unflatten(1, (-1, g)).float() for x in self.raw.between(low * g, high * g))
         first = torch.arange(low * g, high * g, device=k.device).view(high - low, g)
         left_out = first < self.method.sinks
         queries = new.q[:, low * g + g - 1 - new.first :: g][:, : high - low]

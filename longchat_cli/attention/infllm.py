@@ -35,7 +35,7 @@ class InfLLM(Method):
     """InfLLM section 3; the published defaults, to be scaled to the model's window."""
 
     summary = "InfLLM: blocks of older text fetched by representative keys, as published"
-    keeps = "every token, in blocks in host memory; --init and --local tokens near"
+    keeps = "every token, in blocks in host memory; --init and --local tokens near, exact"
     forgets = "nothing, but sees only the --topk blocks it picks; small models pick badly"
     cost = "step time flat but for block scoring; memory as full, in host memory"
     unlimited = True
@@ -57,7 +57,7 @@ class InfLLMLayer(Layer):
         self.near = KVBuffer()  # the window and what waits to fill a block, rotated
         self.head = KVBuffer()  # the first tokens, unrotated
         self.weight: Tensor | None = None  # accumulated attention of the near tokens, [KV heads, tokens]
-        self.blocks: list[tuple[Tensor, Tensor]] = []  # unrotated keys and values in host memory
+        self.far = self.buffer(method.init)  # blocks that left the window, unrotated, in host memory
         self.marks: list[Tensor] = []  # each block's representatives, [KV heads, representatives, dim]
 
     def spans(self, new: Step) -> list[Span]:
@@ -71,7 +71,7 @@ class InfLLMLayer(Layer):
         spans.append(self._waiting(left, turn))
         if len(self.head):
             spans.append(Span(self.head.k, self.head.v, 0, at_most(left, len(self.head)), turn))
-        if self.blocks:
+        if self.marks:
             spans.append(Span(*self._fetch(new.q if turn is None else turn.apply(new.q)), turn=turn))
         return spans
 
@@ -80,13 +80,13 @@ class InfLLMLayer(Layer):
         self.weight = self.weight + joined(scores)
 
     def visible(self) -> int:
-        blocks = min(len(self.blocks), self.method.topk) * self.method.block
+        blocks = min(len(self.marks), self.method.topk) * self.method.block
         return min(self.seen, len(self.head) + blocks + len(self.near))
 
     @property
     def _frozen(self) -> int:
         """Tokens in the head or in blocks, once they have left the window."""
-        return self.method.init + len(self.blocks) * self.method.block
+        return self.far.end
 
     def _append(self, new: Step) -> None:
         if len(self.head) < self.method.init:
@@ -105,7 +105,7 @@ class InfLLMLayer(Layer):
             count = min(self.method.representatives, self.method.block)
             top = self.weight[:, at].topk(count, dim=-1).indices
             self.marks = [*self.marks, torch.take_along_dim(keys, top.unsqueeze(-1), dim=1)]
-            self.blocks = [*self.blocks, (keys.cpu(), self.near.v[:, at].clone().cpu())]
+            self.far.append(keys.cpu(), self.near.v[:, at].cpu())
         keep = min(self._frozen, max(left, 0))
         if self.weight is not None and keep > self.near.first:
             self.weight = self.weight[:, keep - self.near.first :]
@@ -124,7 +124,7 @@ class InfLLMLayer(Layer):
         marks = torch.stack(self.marks, dim=1).float()  # [KV heads, blocks, representatives, dim]
         mean = queries.float().mean(1).reshape(marks.shape[0], -1, marks.shape[-1]).sum(1)
         scores = torch.einsum("hd,hbrd->b", mean, marks)
-        best = scores.topk(min(self.method.topk, len(self.blocks))).indices.sort().values
-        chosen = [self.blocks[i] for i in best.tolist()]
-        keys, values = (torch.cat(parts, dim=1).to(queries.device) for parts in zip(*chosen, strict=True))
-        return keys, values
+        best = scores.topk(min(self.method.topk, len(self.marks))).indices.sort().values.cpu()
+        tokens = (best.unsqueeze(1) * self.method.block + torch.arange(self.method.block)).flatten()
+        chosen = self.far.gather(tokens.expand(marks.shape[0], -1))
+        return chosen.k.to(queries.device), chosen.v.to(queries.device)
