@@ -256,7 +256,8 @@ def causal(buffer: Buffer, new: Step, start: Bound = 0, observe: Observe | None 
     """Row at position p sees the buffer's tokens from absolute index `start` (a bound per row) up to p."""
     start, end = at_least(start, buffer.first), each_row(new, lambda position: position + 1)
     return [
-        Span(k, v, at_least(start - first, 0), end - first, observe=observe) for k, v, first in buffer.parts()
+        Span(k, v, at_least(start - first, 0), at_most(end - first, k.shape[1]), observe=observe)
+        for k, v, first in buffer.parts()
     ]
 
 
