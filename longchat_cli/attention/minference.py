@@ -42,8 +42,12 @@ class MInference(Full):
     pattern: str = option(
         "vertical-slash", "what a prompt's queries see", choices=("vertical-slash", "a-shape", "block-sparse")
     )
-    vertical: int = option(1000, "vertical-slash: columns, keys that all queries see", low=0)
-    slash: int = option(6096, "vertical-slash: diagonals, distances at which all queries see", low=0)
+    vertical: int = option(
+        1000, "vertical-slash: columns, keys that all queries see", low=0, budget=1000 / 7096
+    )
+    slash: int = option(
+        6096, "vertical-slash: diagonals, distances at which all queries see", low=0, budget=6096 / 7096
+    )
     sinks: int = option(128, "a-shape: first tokens that all queries see", low=0)
     window: int = option(3968, "a-shape: tokens before it that each query sees", low=1)
     blocks: int = option(100, "block-sparse: blocks of 64 keys that each 64 queries see", low=1)
@@ -86,7 +90,7 @@ class MInference(Full):
         start = runs.keys[::BLOCK]
         weights = logits.masked_fill(start > runs.last, -torch.inf).softmax(-1).sum(1)
         own = (start <= runs.last) & (start > runs.first - BLOCK)
-        chosen = _top(weights.masked_fill(own, torch.inf), self.blocks)
+        chosen = own | _top(weights.masked_fill(own, torch.inf), self.blocks)
         return chosen.repeat_interleave(BLOCK, dim=-1)[..., : keys.shape[1]]
 
 
