@@ -77,7 +77,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     }
     if not any(matrix.values()):
         return
-    cells = {report.nodeid.partition("[")[2] for reports in matrix.values() for report in reports} - {""}
+    ids = (report.nodeid.partition("[")[2] for reports in matrix.values() for report in reports)
+    cells = {cell for cell in ids if " x " in cell}
     counts = ", ".join(f"{len(reports)} {kind}" for kind, reports in matrix.items())
     terminalreporter.section("method x architecture")
     terminalreporter.line(f"{len(cells)} cells; their tests: {counts} (all cells: -m 'slow or not slow')")
