@@ -77,7 +77,7 @@ class LocalEngine:
         done = 0
         while done < len(ids) and not (cancel and cancel()):
             part = ids[done : done + self.chunk]
-            self._feed(part, decoding=False)
+            self.feed(part, decoding=False)
             done += len(part)
             if progress:
                 progress(done, len(ids))
@@ -98,7 +98,7 @@ class LocalEngine:
                 yield Piece(tail + matcher.flush(), stop="eos")
                 return
             # Fed before it is yielded: whoever stops listening leaves a state that agrees with what they saw.
-            self._feed([token], decoding=True)
+            self.feed([token], decoding=True)
             text, stopped = matcher.feed(decoder.push(token))
             if stopped:
                 yield Piece(text, (token,), logprob, "stop")
@@ -144,8 +144,8 @@ class LocalEngine:
         options = asdict(self.method)
         return {"model": info.fingerprint, "method": info.method, "options": options, "dtype": info.dtype}
 
-    def _feed(self, ids: Sequence[int], decoding: bool) -> None:
-        """One forward; whatever interrupts it leaves the state as it was."""
+    def feed(self, ids: Sequence[int], decoding: bool) -> None:
+        """One forward, as a prompt or as decoding; whatever interrupts it leaves the state as it was."""
         mark = self.cache.snapshot()
         self.cache.decoding = decoding
         try:

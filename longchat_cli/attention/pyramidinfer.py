@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longchat_cli.attention.layer import Layer, Method, Step, option
+from longchat_cli.attention.layer import Layer, Method, Step, at_most, option
 from longchat_cli.attention.probabilities import probabilities
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Bound, Span
@@ -46,6 +46,13 @@ class PyramidInfer(Method):
     sinks: int = option(4, "first tokens that always stay", low=0)
     least: int = option(64, "a layer that would pass on no more context than this drops none", low=0)
 
+    @classmethod
+    def at_budget(cls, tokens: int, length: int) -> dict[str, Any]:
+        """On average over some 30 layers: a quarter for recent tokens, the rest falls by one share each."""
+        recent = tokens / length / 4
+        share = max(1 - (1 - recent) / (30 * 3 * recent), 0.0)
+        return {"ratio": share, "decay": share, "recent": recent}
+
     def layer(self, index: int, layers: int, rope: Rope | None) -> PyramidInferLayer:
         falls = (1 + math.cos(math.pi * index / layers)) / 2
         return PyramidInferLayer(self, rope, self.decay + (self.ratio - self.decay) * falls)
@@ -53,17 +60,19 @@ class PyramidInfer(Method):
     def link(self, layers: Sequence[Layer]) -> None:
         for before, layer in itertools.pairwise(layers):
             layer.before = before  # type: ignore[attr-defined]
-        layers[-1].share = 1.0  # type: ignore[attr-defined]  # nothing is deeper
+        layers[-1].deepest = True  # type: ignore[attr-defined]
 
 
 class PyramidInferLayer(Layer):
-    fixed = Layer.fixed | {"share", "before", "passed", "onward"}
+    # What is passed on lives within one call of the model.
+    fixed = Layer.fixed | {"share", "before", "deepest", "passed", "onward"}
 
     def __init__(self, method: PyramidInfer, rope: Rope | None, share: float) -> None:
         super().__init__(method, rope)
         self.share = share
         self.kv = self.buffer()
         self.before: PyramidInferLayer | None = None
+        self.deepest = False
         self.passed: Tensor | None = None  # rows of the call that reach the next layer; None: all
 
     def attend(self, q: Tensor, *rest: Any, **extra: Any) -> Tensor:
@@ -73,12 +82,15 @@ class PyramidInferLayer(Layer):
         return out
 
     def spans(self, new: Step) -> list[Span]:
-        reached = None if self.before is None else self.before.passed
+        reached = None
+        if self.before is not None:
+            reached, self.before.passed, self.before.onward = self.before.passed, None, None
         some = new
         if reached is not None and len(reached) < new.rows:
             some = replace(new, q=new.q[:, reached], k=new.k[:, reached], v=new.v[:, reached])
         self.kv.append(some.k, some.v)
-        self._pass_on(some, reached)
+        if not self.deepest:
+            self._pass_on(some, reached)
         stop: Bound = self.kv.end
         if new.rows > 1:
             rows = torch.arange(new.rows, device=new.k.device)
@@ -86,7 +98,7 @@ class PyramidInferLayer(Layer):
                 rows + 1 if reached is None or some is new else torch.searchsorted(reached, rows, right=True)
             )
             stop = before + (self.kv.end - some.rows)
-        return [Span(k, v, 0, stop - first) for k, v, first in self.kv.parts()]
+        return [Span(k, v, 0, at_most(stop - first, k.shape[1])) for k, v, first in self.kv.parts()]
 
     def visible(self) -> int:
         return len(self.kv)
