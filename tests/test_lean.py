@@ -35,6 +35,8 @@ SMALL = {
     "cca": {"group": 4, "local": 6, "sinks": 3},
     "infllm": {"init": 3, "local": 8, "block": 4, "topk": 2, "representatives": 2},
     "recycled": {"fraction": 4, "stride": 5},
+    "quest": {"budget": 12, "page": 4, "dense": 0},
+    "pyramidinfer": {"ratio": 0.5, "recent": 0.1, "least": 3},
 }
 
 

@@ -457,6 +457,8 @@ SMALL = {
     "pyramidkv": {"budget": 12, "window": 4},
     "h2o": {"budget": 12},
     "tova": {"budget": 12},
+    "quest": {"budget": 12, "page": 4, "dense": 0},
+    "pyramidinfer": {"ratio": 0.5, "recent": 0.1, "least": 3},
 }
 
 

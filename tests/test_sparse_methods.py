@@ -95,10 +95,10 @@ def test_quest_reads_all_while_every_page_fits_and_in_its_first_layers():
 
 
 def test_quest_holds_two_bounds_a_page_and_no_copies():
-    q, k, v = tensors(4, 2, 16, 3200)
+    q, k, v = tensors(4, 2, 16, 6400)
     layer = layer_of("quest", {"budget": 64, "dense": 0}, None)
     layer.attend(q, k, v, 0.25, False)
-    spans = layer.spans(Step(q[:, :1], k[:, :1], v[:, :1], 3200, 0.25, True))
+    spans = layer.spans(Step(q[:, :1], k[:, :1], v[:, :1], 6400, 0.25, True))
     assert [span.index.shape for span in spans] == [(2, 1, 65)]
     assert spans[0].k.untyped_storage().data_ptr() == layer.kv.k.untyped_storage().data_ptr()
     held = sum(x.untyped_storage().nbytes() for x in layer.held())
