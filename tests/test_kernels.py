@@ -7,21 +7,16 @@ import random
 
 import pytest
 import torch
+from spans import SIZES, normal, random_span, rotation
 from torch import Tensor
 from torch.nn import functional as F
 
 from longchat_cli import kernels
 from longchat_cli.errors import UsageError
 from longchat_cli.kernels import Observe, Rotation, Span, flash, packed, reference, sdpa
-from longchat_cli.kernels.span import INDEX_ROWS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIZES = [1, 2, 7, 63, 64, 100]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def both(q: Tensor, spans: list[Span], scale: float = 0.25, sinks: Tensor | None = None) -> Tensor:
@@ -42,51 +37,6 @@ def both(q: Tensor, spans: list[Span], scale: float = 0.25, sinks: Tensor | None
             assert not a.isnan().any()
             assert (a - b).abs().max() <= tolerance * max(1, q.shape[1])
     return wanted
-
-
-def rotation(rows: int, planes: int, interleaved: bool, seed: int = 0) -> Rotation:
-    angles = normal(rows, planes, seed=seed) * 3
-    return Rotation(angles.cos(), angles.sin(), interleaved)
-
-
-def random_index(groups: int, rows: int, keys: int, seed: int) -> Tensor:
-    """A list of distinct keys in any order for each run of rows, filled up with -1 anywhere."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(groups, -(-rows // INDEX_ROWS), keys, generator=generator).argsort(-1)
-    filler = torch.rand(order.shape, generator=generator) < 0.3
-    return order.masked_fill(filler, -1)[..., : max(1, keys // 2)]
-
-
-def random_span(rng: random.Random, heads: int, groups: int, rows: int, dim: int, seed: int) -> Span:
-    """Any span a method could return: bounds of any kind, per head, packed, listed, turned, observed."""
-    keys = rng.choice(SIZES)
-    count = heads if rng.random() < 0.2 else groups
-    k, v = normal(count, keys, dim, seed=seed), normal(count, keys, dim, seed=seed + 1)
-    held: tuple[packed.Keys, packed.Keys] = k, v
-    if rng.random() < 0.2:
-        kind = rng.choice(list(packed.LIMITS))
-        held = packed.pack(k, kind, per_channel=keys % packed.RUN == 0), packed.pack(v, kind, False)
-    if rng.random() < 0.5:
-        start, stop = rng.randint(0, keys), rng.choice([None, rng.randint(0, keys)])
-    else:
-        generator = torch.Generator().manual_seed(seed)
-        width = rng.choice([3, keys, 1])
-        stop = torch.randint(0, keys + 1, (rows,), generator=generator).sort().values
-        start = (stop - width).clamp(min=0)
-        if rng.random() < 0.3:  # no order between rows
-            shuffle = torch.randperm(rows, generator=generator)
-            start, stop = start[shuffle], stop[shuffle]
-    turn = (
-        rotation(rows, rng.choice([dim // 2, dim // 4]), rng.random() < 0.5, seed)
-        if rng.random() < 0.3
-        else None
-    )
-    if rng.random() < 0.3:
-        return Span(*held, start, stop, turn, index=random_index(count, rows, keys, seed))
-    observe = None
-    if rng.random() < 0.5:
-        observe = Observe(rng.choice(["last", "sum"]), rng.choice(["max", "mean", "sum"]))
-    return Span(*held, start, stop, turn, observe)
 
 
 @pytest.mark.parametrize("rows", SIZES)
