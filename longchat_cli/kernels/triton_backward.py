@@ -1,0 +1,232 @@
+# ruff: noqa: N803 (constants of a Triton kernel are capitals)
+"""Gradients of attention over one span (Dao, 2023, algorithm 2), for fine-tuning on pooled contexts (CCA).
+
+Imported only where triton is installed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from longchat_cli.kernels.launch import Launch
+from longchat_cli.kernels.triton_tiles import (
+    Setup,
+    Tiles,
+    constants,
+    dense_rows,
+    load_rows,
+    logits,
+    padded,
+    rows_seeing,
+    store_rows,
+)
+
+
+def tiles(dim: int) -> Tiles:
+    """Tile sizes of both kernels: two float32 accumulators, and four operands in shared memory."""
+    width = padded(dim)
+    if width <= 64:
+        return Tiles(64, 64, 8, 2)
+    return Tiles(32, 64, 8, 1) if width <= 128 else Tiles(32, 32, 8, 1)
+
+
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    setup: Setup,
+) -> tuple[list[Tensor], list[Launch]]:
+    """Room for the gradients of q [heads, rows, dim], k and v [groups, keys, dim] of one span of the
+    softmax, and the calls that fill it.
+
+    bounds: int32 [2, rows]; grad: of the output, as q; lse: base-2 log-sum-exp of the whole softmax and
+    delta: sum of grad x output over channels, float32 [heads, rows].
+    """
+    heads, rows, dim = q.shape
+    groups, keys, _ = k.shape
+    tile = tiles(dim)
+    grad = dense_rows(grad)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    names = ("q_head", "q_row", "k_group", "k_row", "v_group", "v_row", "grad_head", "grad_row")
+    strides = [stride for x in (q, k, v, grad) for stride in x.stride()[:2]]
+    shared = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "grad": grad,
+        "bounds": bounds,
+        "lse": lse,
+        "delta": delta,
+        "rows": rows,
+        "keys": keys,
+        "share": heads // groups,
+        "scale": setup.scale,
+        **dict(zip(names, strides, strict=True)),
+        **constants(q, tile, setup),
+    }
+    by_rows, by_keys = (triton.cdiv(rows, tile.rows), heads), (triton.cdiv(keys, tile.keys), groups)
+    return [dq, dk, dv], [
+        Launch(query_gradient, by_rows, shared | {"dq": dq}, tile.warps, tile.stages),
+        Launch(key_gradients, by_keys, shared | {"dk": dk, "dv": dv}, tile.warps, tile.stages),
+    ]
+
+
+@triton.jit
+def query_gradient(
+    q,
+    k,
+    v,
+    grad,
+    bounds,
+    lse,
+    delta,
+    dq,
+    rows,
+    keys,
+    share,
+    q_head,
+    q_row,
+    k_group,
+    k_row,
+    v_group,
+    v_row,
+    grad_head,
+    grad_row,
+    factor,
+    cap,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """A program owns BLOCK_M rows of a head and walks over the keys that any of them sees."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1).to(tl.int64)
+    k += head // share * k_group
+    v += head // share * v_group
+    query, upstream, start, stop, level, mean = _rows(
+        q, grad, bounds, lse, delta, row, head, rows, q_head, q_row, grad_head, grad_row, DIM, BLOCK_D
+    )
+    # Rows past the end see nothing.
+    low = tl.min(tl.where(start < stop, start, keys))
+    high = tl.max(stop)
+    found = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first in range(low, high, BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        each = load_rows(k, key.to(tl.int64) * k_row, key < high, DIM, BLOCK_D)
+        values = load_rows(v, key.to(tl.int64) * v_row, key < high, DIM, BLOCK_D)
+        products = tl.dot(query, tl.trans(each))
+        seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        weight, slope = _weights(products, level[:, None], seen, (factor, cap), SOFTCAP)
+        pull = tl.dot(upstream, tl.trans(values)) - mean[:, None]
+        found = tl.dot((weight * pull * slope).to(each.dtype), each, found)
+    store_rows(dq, (head * rows + row) * DIM, row < rows, found * scale, DIM, BLOCK_D)
+
+
+@triton.jit
+def key_gradients(
+    q,
+    k,
+    v,
+    grad,
+    bounds,
+    lse,
+    delta,
+    dk,
+    dv,
+    rows,
+    keys,
+    share,
+    q_head,
+    q_row,
+    k_group,
+    k_row,
+    v_group,
+    v_row,
+    grad_head,
+    grad_row,
+    factor,
+    cap,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """A program owns BLOCK_N keys of a group and walks over the rows of all its heads that see any of them:
+    no atomic additions."""
+    low = tl.program_id(0) * BLOCK_N
+    group = tl.program_id(1).to(tl.int64)
+    key = low + tl.arange(0, BLOCK_N)
+    each = load_rows(k + group * k_group, key.to(tl.int64) * k_row, key < keys, DIM, BLOCK_D)
+    values = load_rows(v + group * v_group, key.to(tl.int64) * v_row, key < keys, DIM, BLOCK_D)
+    first, last = rows_seeing(bounds, rows, low, low + BLOCK_N, 256)
+    found_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    found_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    steps = tl.cdiv(tl.maximum(last - first, 0), BLOCK_M)
+    # One loop over heads and rows: the pipeline does not run dry between heads.
+    for step in range(steps * share):
+        head = group * share + step // steps
+        row = first + step % steps * BLOCK_M + tl.arange(0, BLOCK_M)
+        query, upstream, start, stop, level, mean = _rows(
+            q, grad, bounds, lse, delta, row, head, rows, q_head, q_row, grad_head, grad_row, DIM, BLOCK_D
+        )
+        products = tl.dot(each, tl.trans(query))
+        seen = (key[:, None] >= start[None, :]) & (key[:, None] < stop[None, :])
+        weight, slope = _weights(products, level[None, :], seen, (factor, cap), SOFTCAP)
+        found_v = tl.dot(weight.to(upstream.dtype), upstream, found_v)
+        pull = tl.dot(values, tl.trans(upstream)) - mean[None, :]
+        found_k = tl.dot((weight * pull * slope).to(query.dtype), query, found_k)
+    place = (group * keys + key) * DIM
+    store_rows(dk, place, key < keys, found_k * scale, DIM, BLOCK_D)
+    store_rows(dv, place, key < keys, found_v, DIM, BLOCK_D)
+
+
+@triton.jit
+def _rows(
+    q,
+    grad,
+    bounds,
+    lse,
+    delta,
+    row,
+    head,
+    rows,
+    q_head,
+    q_row,
+    grad_head,
+    grad_row,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """What the rows bring: query, gradient of the output, start, stop, log-sum-exp, delta."""
+    real = row < rows
+    wide = row.to(tl.int64)
+    query = load_rows(q, head * q_head + wide * q_row, real, DIM, BLOCK_D)
+    upstream = load_rows(grad, head * grad_head + wide * grad_row, real, DIM, BLOCK_D)
+    start = tl.load(bounds + row, mask=real, other=0)
+    stop = tl.load(bounds + rows + row, mask=real, other=0)
+    level = tl.load(lse + head * rows + row, mask=real, other=float("inf"))
+    mean = tl.load(delta + head * rows + row, mask=real, other=0.0)
+    return query, upstream, start, stop, level, mean
+
+
+@triton.jit
+def _weights(products, level, seen, bend, SOFTCAP: tl.constexpr):
+    """Probabilities, and the softcap's slope: 1 - tanh squared (1 without a softcap)."""
+    logit = logits(products, bend, SOFTCAP)
+    weight = tl.where(seen, tl.exp2(logit - level), 0.0)
+    if SOFTCAP:
+        bent = logit / bend[1]
+        return weight, 1 - bent * bent
+    return weight, 1.0
