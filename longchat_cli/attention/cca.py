@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from longchat_cli.attention.buffer import KVBuffer
 from longchat_cli.attention.layer import (
     Layer,
@@ -25,6 +22,7 @@ from longchat_cli.attention.layer import (
 )
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Bound, Span
+from longchat_cli.kernels.pooling import pool
 
 
 @dataclass(frozen=True)
@@ -88,22 +86,8 @@ class CCALayer(Layer):
         low, high = max(new.first // g, self.cores.end), new.end // g
         if low >= high:
             return
-        k, v = (x.unflatten(1, (-1, g)).float() for x in self.raw.between(low * g, high * g))
-        first = torch.arange(low * g, high * g, device=k.device).view(high - low, g)
-        left_out = first < self.method.sinks
+        k, v = self.raw.between(low * g, high * g)
         queries = new.q[:, low * g + g - 1 - new.first :: g][:, : high - low]
-        self.cores.append(*(x.to(new.k.dtype) for x in self._pool(queries, k, v, left_out, new.scale)))
-
-    def _pool(self, q: Tensor, k: Tensor, v: Tensor, left_out: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """q [heads, n, dim], k and v [KV heads, n, g, dim], left_out [n, g] -> cores [groups, n, dim]."""
-        if self.method.pool == "max":
-            hidden = left_out.unsqueeze(-1)
-            return k.masked_fill(hidden, -torch.inf).amax(2), v.masked_fill(hidden, -torch.inf).amax(2)
-        grouped = q.float().reshape(k.shape[0], -1, k.shape[1], k.shape[3])  # [KV heads, r, n, dim]
-        logits = torch.einsum("hrnd,hngd->hrng", grouped, k) * scale
-        if self.method.pool == "mean":
-            logits = torch.zeros_like(logits)
-        weights = logits.masked_fill(left_out, -torch.inf).softmax(-1)
-        if self.method.cores == "kv":
-            weights = weights.mean(1, keepdim=True)
-        return tuple(torch.einsum("hrng,hngd->hrnd", weights, x).flatten(0, 1) for x in (k, v))  # type: ignore[return-value]
+        left_out = max(self.method.sinks - low * g, 0)
+        per_head = self.method.cores == "head"
+        self.cores.append(*pool(queries, k, v, g, left_out, new.scale, self.method.pool, per_head))

@@ -12,6 +12,7 @@ from longchat_cli.attention.full import FullLayer
 from longchat_cli.attention.layer import Method, Step, option
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Span
+from longchat_cli.kernels.pooling import page_bounds, page_scores
 
 LEAST = 3
 """Pages read under the smallest budget."""
@@ -47,24 +48,17 @@ class QuestLayer(FullLayer):
         count = max(LEAST, self.method.budget // self.method.page)
         if not new.decoding or new.rows > 1 or len(self.bounds) <= count:
             return spans
-        index = self._tokens(self._scores(new.q).topk(count).indices, new)
+        scores = page_scores(new.q, self.bounds.k, self.bounds.v, self.method.heads)
+        index = self._tokens(scores.topk(count).indices, new)
         return [Span(k, v, index=_within(index - first, k.shape[1])) for k, v, first in self.kv.parts()]
 
     def _bound(self, k: Tensor) -> None:
         """Bounds of the pages that the new keys finish."""
         k = k if self.rest is None else torch.cat([self.rest, k], dim=1)
-        pages = k[:, : k.shape[1] // self.method.page * self.method.page].unflatten(1, (-1, self.method.page))
-        if pages.shape[1]:
-            self.bounds.append(pages.amin(2), pages.amax(2))
-        self.rest = k[:, pages.shape[1] * self.method.page :].clone()
-
-    def _scores(self, q: Tensor) -> Tensor:
-        """The most that q [heads, 1, dim] can score on each full page: [KV heads, pages]."""
-        low, high = self.bounds.k.float(), self.bounds.v.float()
-        grouped = q.float().reshape(low.shape[0], -1, q.shape[-1])
-        # sum_d max(q_d low_d, q_d high_d): positive channels take the greatest key, negative ones the least.
-        scores = grouped.clamp(min=0) @ high.transpose(1, 2) + grouped.clamp(max=0) @ low.transpose(1, 2)
-        return scores.amax(1) if self.method.heads == "max" else scores.mean(1)
+        whole = k.shape[1] // self.method.page * self.method.page
+        if whole:
+            self.bounds.append(*page_bounds(k[:, :whole], self.method.page))
+        self.rest = k[:, whole:].clone()
 
     def _tokens(self, pages: Tensor, new: Step) -> Tensor:
         """Tokens of pages [KV heads, n] and of the unfinished page, in order: int64 [KV heads, 1, tokens]."""
