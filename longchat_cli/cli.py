@@ -724,6 +724,8 @@ def _opener(settings: dict[str, Any], console: Console) -> Open:
             settings["model"], method, options, settings["device"], settings["dtype"], quantize
         )
         console.detail(f"loaded {engine.info.model} in {time.perf_counter() - start:.1f} s")
+        for note in engine.info.notes:
+            console.detail(note)
         click.get_current_context().call_on_close(lambda: console.detail(_kernels_served()))
         loaded.append(engine)
         return engine

@@ -29,6 +29,7 @@ class EngineInfo:
     dtype: str
     fingerprint: str
     capabilities: frozenset[str] = field(default_factory=frozenset)
+    notes: tuple[str, ...] = ()  # what `--verbose` says of the model
 
 
 @dataclass(frozen=True)

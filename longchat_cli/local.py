@@ -216,6 +216,7 @@ def open_engine(
         dtype=str(decoder.dtype).removeprefix("torch."),
         fingerprint=ready.fingerprint,
         capabilities=frozenset({"save", "snapshot"}),
+        notes=decoder.notes,
     )
     return LocalEngine(decoder, Tokenizer.from_dir(ready.path), built, info)
 

@@ -137,6 +137,12 @@ def test_modules_not_recognised_are_named_and_left_alone(module):
     assert not module._forward_hooks
 
 
+def test_a_decoder_names_modules_not_recognised(monkeypatch):
+    monkeypatch.setattr(hf, "make_exact", lambda model: ["model.rotary_emb"])
+    assert "model.rotary_emb keeps float32 angles" in HFDecoder(tiny.fresh("llama")).notes[0]
+    assert lean("llama").notes == ()
+
+
 def test_cos_and_sin_keep_the_dtype_of_the_module():
     model = tiny.fresh("llama").to(torch.bfloat16)
     plain = model.model.rotary_emb(torch.zeros(1, 1, 1, dtype=torch.bfloat16), torch.arange(8)[None])

@@ -152,6 +152,13 @@ class HFDecoder:
         self.device = model.device
         self.dtype = model.dtype
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user may want to know of this model."""
+        rounded = [f"{name} keeps float32 angles, rounded far into a stream" for name in self.inexact]
+        again = f"a text is read once more when it outgrows {self.switch:,} tokens" if self.switch else ""
+        return (*rounded, *filter(None, [again]))
+
     def new_cache(self, method: Method) -> Cache:
         """An empty state under `method`. Raises UsageError where the method cannot serve this model."""
         foreign = ForeignLayers(

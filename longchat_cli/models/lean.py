@@ -115,6 +115,8 @@ class Block:
 class LeanDecoder:
     """A Llama-like decoder over our caches, one sequence at a time."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(
         self, config: dict[str, Any], tensors: dict[str, Tensor], packed: dict[str, Tensor] | None = None
     ) -> None:
