@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from longchat_cli.errors import UsageError
-from longchat_cli.kernels import flash, reference, sdpa
+from longchat_cli.kernels import flash, gpu, launch, reference, sdpa
 from longchat_cli.kernels.span import Bound, Observe, Rotation, Span
 
 __all__ = ["Bound", "Observe", "Rotation", "Span", "attend", "force", "report", "served"]
@@ -17,11 +17,13 @@ Accepts = Callable[[Tensor, Sequence[Span], float | None, Tensor | None], str | 
 
 KERNELS: dict[str, tuple[Accepts, Callable]] = {
     "flash": (flash.accepts, flash.attend),
+    "triton": (gpu.accepts, gpu.attend),
     "sdpa": (sdpa.accepts, sdpa.attend),
     "reference": (lambda q, spans, softcap, sinks: None, reference.attend),
 }
 DESCRIPTIONS = {
     "flash": "flash-attn, for plain full attention on a GPU",
+    "triton": "Triton, for every method on a GPU",
     "sdpa": "torch's fused CPU attention, one log-sum-exp merge over spans",
     "reference": "dense float32; serves whatever no other kernel accepts",
 }
@@ -51,7 +53,7 @@ def attend(
 
     Raises UsageError when a forced kernel does not accept the inputs.
     """
-    for name in [_forced] if _forced else KERNELS:
+    for name in [_forced] if _forced else _candidates(q):
         accepts, kernel = KERNELS[name]
         reason = accepts(q, spans, softcap, sinks)
         if reason is None:
@@ -60,10 +62,20 @@ def attend(
     raise UsageError(f"kernel '{_forced}' cannot serve this model", reason or "", "leave --kernel out")
 
 
+def _candidates(q: Tensor) -> list[str]:
+    """Kernels in dispatch order; interpreted on the CPU, Triton serves only whoever forces it."""
+    return [name for name in KERNELS if name != "triton" or q.is_cuda]
+
+
 def report() -> list[tuple[str, bool, str]]:
     """(name, serves on this machine, what it is or why not) for `longchat doctor`."""
     import torch
 
     cuda = torch.cuda.is_available()
-    reasons = {"flash": flash.missing(), "sdpa": "a GPU is in use" if cuda else None, "reference": None}
+    reasons = {
+        "flash": flash.missing(),
+        "triton": launch.missing(),
+        "sdpa": "a GPU is in use" if cuda else None,
+        "reference": None,
+    }
     return [(name, reason is None, reason or DESCRIPTIONS[name]) for name, reason in reasons.items()]

@@ -19,7 +19,7 @@ from typing import Any
 
 from longchat_cli.errors import Unavailable
 
-MODULES: tuple[str, ...] = ()
+MODULES = ("triton_decode", "triton_prefill", "triton_pool")
 """Modules of this package with Triton kernels; each has `configurations()`, what its launcher can choose."""
 
 TARGETS = (80, 90)
@@ -39,7 +39,7 @@ class Configuration:
     number that is always a multiple of 16 (pointers are taken to be), a tuple of types for a tuple. What is
     in `constants` needs no type; a constant within a tuple has the type "constexpr" there, and its path of
     numbers (argument, place) for a name. `dot`: the kernel has matrix products. `quick`: checked in every
-    test run.
+    test run. `targets`: where the launcher would choose it.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Configuration:
     stages: int = 2
     dot: bool = True
     quick: bool = False
+    targets: tuple[int, ...] = TARGETS
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def report(quick: bool = False) -> list[dict[str, Any]]:
         raise Unavailable("kernels cannot be compiled ahead of time", reason)
     rows = []
     for chosen in configurations():
-        for capability in TARGETS if chosen.quick or not quick else ():
+        for capability in chosen.targets if chosen.quick or not quick else ():
             built = compile(chosen, capability)
             names = {"kernel": chosen.name, "target": f"sm_{capability}"}
             rows.append({**names, **asdict(built), "faults": built.faults(chosen.dot)})
