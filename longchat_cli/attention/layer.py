@@ -28,7 +28,8 @@ from longchat_cli.kernels.span import INDEX_ROWS
 class Step:
     """The new tokens of one call: q [heads, rows, dim] and k, v [KV heads, rows, dim], rotated at their true
     positions first, first + 1, ...; `decoding` is false while a prompt is read. `scale`, `softcap` and the
-    learned `sinks` shape logits as in `kernels.attend`."""
+    learned `sinks` shape logits as in `kernels.attend`. In a step of fixed shapes (`models.static`) `first`
+    is an int64 tensor [1] that nobody may look at."""
 
     q: Tensor
     k: Tensor
@@ -50,7 +51,12 @@ class Step:
     @property
     def positions(self) -> Tensor:
         """int64 [rows]."""
-        return torch.arange(self.first, self.end, device=self.k.device)
+        return places(self.first, self.rows, self.k.device)
+
+
+def places(first: int | Tensor, rows: int, device: torch.device) -> Tensor:
+    """int64 [rows]: first, first + 1, ...; a tensor [1] is the place of one row."""
+    return first if isinstance(first, Tensor) else torch.arange(first, first + rows, device=device)
 
 
 def option(

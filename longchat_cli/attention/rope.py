@@ -6,7 +6,7 @@ Angles are computed in float64: in float32 they are off by 0.02 rad at position 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ class Rope:
 
     frequencies: Tensor
     interleaved: bool = False
+
+    def to(self, device: torch.device) -> Rope:
+        return replace(self, frequencies=self.frequencies.to(device))
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Rotation by positions [rows] (float64 or int64; may be negative)."""

@@ -44,7 +44,7 @@ class SinkLayer(WindowLayer):
         recent = super().spans(new)
         if len(self.head) < self.sinks:
             self.head.fill(self.sinks, self.kept(new), new.v)
-        if not len(self.head) or new.end <= self.window:
+        if not len(self.head) or (isinstance(new.end, int) and new.end <= self.window):
             return recent
         outside = at_most(self.left(new), len(self.head))
         return [Span(self.head.k, self.head.v, 0, outside, self.turn(new, self.apparent(new))), *recent]

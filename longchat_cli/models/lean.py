@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from longchat_cli.attention.layer import Cache, Layer, Method
+from longchat_cli.attention.layer import Cache, Layer, Method, places
 from longchat_cli.attention.rope import Rope, default_frequencies
 from longchat_cli.errors import BadInput
 
@@ -128,12 +128,12 @@ class LeanDecoder:
         self.vocab_size = int(config["vocab_size"])
         self.window = int(config.get("max_position_embeddings") or 2048)
         self.eps = float(config.get("rms_norm_eps", 1e-6))
-        self.rope = rope_of(config)
         self.embedding = _take(tensors, "model.embed_tokens.weight")
         self.norm = _take(tensors, "model.norm.weight").float()
         self.head = self.embedding if config.get("tie_word_embeddings") else _take(tensors, "lm_head.weight")
         self.blocks = [_block(tensors, packed or {}, index) for index in range(self.layers)]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.rope = rope_of(config).to(self.device)
         self.packed = packed is not None
 
     @classmethod
@@ -188,9 +188,7 @@ class LeanDecoder:
         Of a method that drops rows on the way only the states left come back, unless `every` one is wanted.
         """
         x = self.embedding[ids.to(self.device)].float()  # the residual stream stays in float32
-        rotation = self.rope.rotation(
-            torch.arange(cache.position, cache.position + len(ids), device=self.device)
-        )
+        rotation = self.rope.rotation(places(cache.position, len(ids), self.device))
         for block, layer in zip(self.blocks[:depth], cache.layers, strict=False):
             assert layer is not None
             x = x + self._attention(
@@ -200,7 +198,7 @@ class LeanDecoder:
             x = x + block.down(F.silu(gate) * up)
             if layer.onward is not None and not every:
                 x, rotation = x[layer.onward], rotation.take(layer.onward)
-        cache.position += len(ids)
+        cache.position = cache.position + len(ids)  # a tensor stays as it is
         return x
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
