@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -18,10 +19,16 @@ from torch import Tensor
 
 from longchat_cli import state
 from longchat_cli.attention import method_class
+from longchat_cli.attention.full import FullLayer
 from longchat_cli.attention.hf import HFDecoder
 from longchat_cli.attention.layer import Cache, Layer
+from longchat_cli.chat import Conversation
+from longchat_cli.engine import EngineInfo
 from longchat_cli.errors import UsageError
+from longchat_cli.local import LocalEngine
 from longchat_cli.models.lean import LeanDecoder
+from longchat_cli.sampling import Sampling
+from longchat_cli.tokens import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALF = oracle.Turn(8)
@@ -482,3 +489,100 @@ def test_recompute_reads_a_window_per_stride_and_a_prompt_once():
 def test_recompute_refuses_a_stride_beyond_its_window():
     with pytest.raises(UsageError, match="--stride"):
         method_class("recompute").build({"window": 8, "stride": 9})
+
+
+# --- through the engine
+
+
+@pytest.fixture(scope="module")
+def engine_of(tiny_model):
+    """`engine_of(name, options, chunk)`: an engine whose answers go on until they are stopped."""
+    path = tiny_model("llama")
+    decoder, tokenizer = LeanDecoder.from_dir(path, dtype=torch.float32), Tokenizer.from_dir(path)
+    tokenizer.eos_ids = frozenset()
+    about = EngineInfo("tiny", 512, "", "cpu", "float32", "0", frozenset())
+
+    def make(name: str, options: dict[str, Any], chunk: int) -> LocalEngine:
+        built = method_class(name).build(options)
+        return LocalEngine(decoder, tokenizer, built, dataclasses.replace(about, method=name), chunk)
+
+    return make
+
+
+QUESTIONS = ["The mill ran by the river until the rain came down.", "And?", "Who counted the sacks of grain?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [cell for cell in CELLS if cell[0] not in ANEW], ids=lambda value: str(value)
+)
+def test_chats_do_not_depend_on_chunks(engine_of, name, options):
+    """Three turns; what is held and seen is counted after each."""
+    whole, parts = (Conversation(engine_of(name, options, chunk)) for chunk in (512, 5))
+    for question in QUESTIONS:
+        answers = [
+            "".join(piece.text for piece in chat.send(question, Sampling(max_tokens=6)))
+            for chat in (whole, parts)
+        ]
+        assert answers[0] == answers[1]
+        covered = whole.coverage()
+        assert covered == parts.coverage()
+        assert covered.seen == len(whole.engine.ids)
+        if "budget" in options:
+            grows = 6 if name in ("snapkv", "pyramidkv") else 0
+            assert covered.visible <= options["budget"] + grows < covered.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("truncate", {"budget": 24}), ("recompute", {"window": 24, "stride": 3}), ("recompute", {"window": 9})],
+)
+def test_chats_that_read_anew(engine_of, name, options):
+    """After each turn the next token is predicted from the text that the method leaves, and no other."""
+    chat, full = Conversation(engine_of(name, options, 5)), engine_of("full", {}, 512)
+    turns: list[tuple[int, int]] = []
+    for question in QUESTIONS:
+        before = len(chat.engine.ids)
+        pieces = list(chat.send(question, Sampling(max_tokens=6)))
+        turns.append((len(chat.engine.ids) - before - 6, 6))
+        assert len(pieces) == 7
+        seen = len(chat.engine.ids)
+        text = list(
+            range(
+                oracle_evict.window_start(seen - 1, options.get("window", 1), options.get("stride", 1)), seen
+            )
+        )
+        if name == "truncate":
+            text = oracle_evict.truncated(turns, options["budget"])[-1]
+        full.reset()
+        full.prefill([chat.engine.ids[i] for i in text])
+        assert (chat.engine.logits - full.logits).abs().max() <= TOLERANCE
+        covered = chat.coverage()
+        assert (covered.seen, covered.visible) == (seen, len(text))
+
+
+@pytest.mark.parametrize("failing", [1, 2, 5, 6])
+@pytest.mark.parametrize(
+    ("name", "options"), [("truncate", {"budget": 9}), ("recompute", {"window": 9, "stride": 4})]
+)
+def test_a_mark_survives_readings_that_are_cut_short(monkeypatch, name, options, failing):
+    """Ctrl-C in any layer, and in a later reading of the same call."""
+    model, ids = lean(), tiny.tokens(30)
+    cache = model.new_cache(method_class(name).build(options))
+    model.forward(ids[:18], cache)
+    mark = cache.snapshot()
+    wanted = model.forward(ids[18:], cache, 12)
+    cache.restore(mark)
+    attend, calls = FullLayer.attend, itertools.count(1)
+
+    def interrupted(self: FullLayer, *rest: Any, **more: Any) -> Tensor:
+        if next(calls) == (failing if name == "recompute" else min(failing, 2)):
+            raise KeyboardInterrupt
+        return attend(self, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FullLayer, "attend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.forward(ids[18:], cache, 12)
+    cache.restore(mark)
+    assert (cache.seen, cache.visible()) == (18, 9 if name == "truncate" else 6)
+    assert torch.equal(model.forward(ids[18:], cache, 12), wanted)
