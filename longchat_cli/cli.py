@@ -253,6 +253,11 @@ model_options = _stack(
     click.option(
         "--kernel", metavar="NAME", help="Force one attention kernel: reference, triton, flash, sdpa."
     ),
+    click.option(
+        "--compile",
+        is_flag=True,
+        help="Decode window, sink or lm-infinite in one step of fixed shapes: a CUDA graph on a GPU.",
+    ),
 )
 
 
@@ -279,7 +284,7 @@ def sampling_options(temperature: float, top_p: float, max_tokens: int) -> Decor
 
 
 SAMPLERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
-MODEL = ("model", "device", "dtype", "quantize", "kernel")
+MODEL = ("model", "device", "dtype", "quantize", "kernel", "compile")
 
 
 @click.group(
@@ -720,12 +725,13 @@ def _opener(settings: dict[str, Any], console: Console) -> Open:
 
             kernels.force(settings["kernel"])
         quantize = None if settings["quantize"] == "none" else settings["quantize"]
-        engine = local.open_engine(
-            settings["model"], method, options, settings["device"], settings["dtype"], quantize
-        )
+        chosen = _take(settings, ("model", "device", "dtype", "compile"))
+        engine = local.open_engine(method=method, options=options, quantize=quantize, **chosen)
         console.detail(f"loaded {engine.info.model} in {time.perf_counter() - start:.1f} s")
         for note in engine.info.notes:
             console.detail(note)
+        if engine.static is not None:
+            console.detail(f"decoding: {engine.static.about}")
         click.get_current_context().call_on_close(lambda: console.detail(_kernels_served()))
         loaded.append(engine)
         return engine

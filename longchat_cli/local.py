@@ -16,6 +16,7 @@ from longchat_cli import state
 from longchat_cli.attention import method_class
 from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
+from longchat_cli.models.static import StaticStep
 from longchat_cli.prompt import Assembler, Message, Prompt
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal_text import StopMatcher
@@ -42,20 +43,43 @@ class Decoder(Protocol):
 
 
 class LocalEngine:
-    """Implements `engine.Engine` for a decoder in this process."""
+    """Implements `engine.Engine` for a decoder in this process.
+
+    `compile`: decode in a step of fixed shapes. Raises UsageError where `models.static` cannot.
+    """
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer, method: Method, info: EngineInfo, chunk: int = CHUNK
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        method: Method,
+        info: EngineInfo,
+        chunk: int = CHUNK,
+        compile: bool = False,
     ) -> None:
         self.decoder, self.tokenizer, self.method = decoder, tokenizer, method
         self.assembler = Assembler(tokenizer)
         self._info = info
         self.chunk = sys.maxsize if method.whole else min(chunk, method.chunk or chunk)
+        self.static = StaticStep(decoder, method) if compile else None
         self.reset()
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def cache(self) -> Cache:
+        """The state, up to date."""
+        if self.static is not None:
+            self.static.settle(self._cache)
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        if self.static is not None:
+            self.static.forget()
+        self._cache = cache
 
     def reset(self) -> None:
         self.cache = self.decoder.new_cache(self.method)
@@ -118,7 +142,8 @@ class LocalEngine:
 
     def coverage(self) -> Coverage:
         seen, visible = self.cache.seen, self.cache.visible()
-        return Coverage(seen, visible, seen - visible, self.cache.bytes())
+        held = self.cache.bytes() + (0 if self.static is None else self.static.bytes())
+        return Coverage(seen, visible, seen - visible, held)
 
     def snapshot(self) -> Any:
         return self.cache.snapshot(), self.ids[:], self.logits
@@ -146,15 +171,20 @@ class LocalEngine:
 
     def feed(self, ids: Sequence[int], decoding: bool) -> None:
         """One forward, as a prompt or as decoding; whatever interrupts it leaves the state as it was."""
+        logits = None
+        if self.static is not None and decoding and len(ids) == 1:
+            logits = self.static.feed(ids[0], self._cache)
+        self.logits = self._forward(ids, decoding) if logits is None else logits
+        self.ids.extend(ids)
+
+    def _forward(self, ids: Sequence[int], decoding: bool) -> Tensor:
         mark = self.cache.snapshot()
         self.cache.decoding = decoding
         try:
-            logits = self.decoder.forward(torch.tensor(ids, dtype=torch.int64), self.cache)[-1]
+            return self.decoder.forward(torch.tensor(ids, dtype=torch.int64), self.cache)[-1]
         except BaseException:
             self.cache.restore(mark)
             raise
-        self.logits = logits
-        self.ids.extend(ids)
 
 
 def choose(
@@ -198,6 +228,7 @@ def open_engine(
     device: str = "auto",
     dtype: str = "auto",
     quantize: str | None = None,
+    compile: bool = False,
 ) -> LocalEngine:
     """Load a model (pulling or converting it when needed) under a method.
 
@@ -218,10 +249,11 @@ def open_engine(
         capabilities=frozenset({"save", "snapshot"}),
         notes=decoder.notes,
     )
-    return LocalEngine(decoder, Tokenizer.from_dir(ready.path), built, info)
+    return LocalEngine(decoder, Tokenizer.from_dir(ready.path), built, info, compile=compile)
 
 
 def with_method(engine: LocalEngine, name: str, options: Mapping[str, Any] | None = None) -> LocalEngine:
     """The same loaded model under another method, with an empty state."""
     info = replace(engine.info, method=name)
-    return LocalEngine(engine.decoder, engine.tokenizer, method_class(name).build(options or {}), info)
+    built, compiled = method_class(name).build(options or {}), engine.static is not None
+    return LocalEngine(engine.decoder, engine.tokenizer, built, info, compile=compiled)

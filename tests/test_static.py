@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import tiny
 import torch
 
+from longchat_cli import state
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.hf import HFDecoder
+from longchat_cli.engine import EngineInfo
 from longchat_cli.errors import UsageError
+from longchat_cli.local import LocalEngine
 from longchat_cli.models import static
 from longchat_cli.models.lean import LeanDecoder
 from longchat_cli.models.static import StaticStep
+from longchat_cli.prompt import Message
+from longchat_cli.sampling import Sampling
+from longchat_cli.tokens import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,8 +89,6 @@ def test_turns_alternate(decoder, name, options):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_settled_state_is_saved_and_marked(decoder, name, options, tmp_path):
-    from longchat_cli import state
-
     method, ids = method_class(name).build(options), tiny.tokens(90)
     cache, step = read(decoder, method, ids[:20]), StaticStep(decoder, method)
     stepped(step, cache, ids[20:60])
@@ -182,3 +191,84 @@ def test_the_default_model(default_model_dir):
         wanted, found = decoder.forward(torch.tensor([token]), plain)[-1], step.feed(token, cache)
         assert (wanted - found).abs().max() <= 1e-2
         token = int(wanted.argmax())
+
+
+# --- in the engine
+
+
+@pytest.fixture(scope="module")
+def engine_of(tiny_model):
+    path = tiny_model("llama")
+    tokenizer = Tokenizer.from_dir(path)
+    tokenizer.eos_ids = frozenset()
+    decoder = LeanDecoder.from_dir(path, dtype=torch.float32)
+
+    def make(method: str, compiled: bool, options=None) -> LocalEngine:
+        about = EngineInfo("tiny", 512, method, "cpu", "float32", "f" * 64, frozenset({"save", "snapshot"}))
+        built = method_class(method).build(BOUNDED[method][0] if options is None else options)
+        return LocalEngine(decoder, tokenizer, built, about, compile=compiled)
+
+    return make
+
+
+def converse(engine, path):
+    """Turns with everything a session does between and within answers; all ids and coverages."""
+    seen, sampling = [], Sampling(max_tokens=30, temperature=0.8, seed=3)
+    for text in ("hello there, miller", "and then?", "the river rose"):
+        engine.prefill(engine.render_turn(Message.of("user", text)).ids)
+        mark = engine.snapshot()
+        for count, piece in enumerate(engine.generate(sampling)):
+            seen.append(piece.ids)
+            if count == 11:  # /context while an answer streams
+                seen.append(replace(engine.coverage(), bytes=0))
+            if count == 20 and text == "and then?":  # Ctrl-C, /undo, the turn again
+                break
+        else:
+            engine.save(path)
+            engine.load(path)
+            continue
+        engine.restore(mark)
+        seen.append([piece.ids for piece in engine.generate(sampling)])
+    return seen, engine.ids.tolist()
+
+
+@pytest.mark.parametrize("method", BOUNDED)
+def test_a_session_is_the_same(engine_of, method, tmp_path):
+    compiled, plain = engine_of(method, True), engine_of(method, False)
+    found, wanted = converse(compiled, tmp_path / "a"), converse(plain, tmp_path / "b")
+    assert found == wanted
+    assert compiled.static.layers[0].held(), "the fixed step served"
+    assert compiled.coverage().bytes > plain.coverage().bytes, "what the rings hold is counted"
+
+
+def test_an_interrupted_answer_agrees_with_its_ids(engine_of, monkeypatch):
+    engine = engine_of("sink", True)
+    engine.prefill(engine.render([Message.of("user", "hello there")]).ids)
+    stream = engine.generate(Sampling(max_tokens=40, temperature=0))
+    for _ in range(15):
+        next(stream)
+    layer = engine.static.layers[1]
+
+    def interrupted(*inputs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layer, "attend", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    monkeypatch.undo()
+    assert engine.cache.seen == len(engine.ids)
+    fresh = engine_of("sink", False)
+    fresh.prefill(list(engine.ids))
+    assert same(engine.logits, fresh.logits)
+
+
+def test_the_command_line(tiny_model):
+    asked = [sys.executable, "-m", "longchat_cli", "chat", "--verbose", "--compile", "--max-tokens", "4"]
+    asked += ["--model", str(tiny_model("llama")), "--method"]
+    run = partial(subprocess.run, input="hello\nonce more\n", capture_output=True, text=True)
+    done = run([*asked, "sink"])
+    assert done.returncode == 0, done.stderr
+    assert "decoding: a fixed decode step, not captured: no GPU" in done.stderr
+    refused = run([*asked, "cca"])
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1 and "no fixed shape" in refused.stderr

@@ -169,6 +169,14 @@ class StaticStep:
             vars(layer).update(state)
         cache.position, self.end = self.end, None
 
+    def forget(self) -> None:
+        """Begin from a cache again."""
+        self.end = None
+
+    def bytes(self) -> int:
+        """Bytes held beside the cache."""
+        return sum(x.nbytes for layer in self.layers for x in layer.held())
+
     def _run(self) -> Tensor:
         self.clock.read()
         self.fixed.position = self.clock.position  # type: ignore[assignment]
