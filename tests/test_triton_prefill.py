@@ -138,7 +138,7 @@ def anything(seed: int) -> None:
 
 
 def gradients(groups: int, per_group: int, rows: int, dim: int, softcap: float | None) -> None:
-    """CCA's spans: cores (per query head where groups is 2), local tokens, first ones; the last one turned."""
+    """CCA's spans: cores (per query head where groups is 2), local tokens, and first ones, these turned."""
     from longchat_cli.kernels import triton_prefill
 
     heads = groups * per_group
