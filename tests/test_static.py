@@ -10,14 +10,14 @@ from functools import partial
 import pytest
 import tiny
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from longchat_cli import state
+from longchat_cli import kernels, state
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.hf import HFDecoder
 from longchat_cli.engine import EngineInfo
 from longchat_cli.errors import UsageError
 from longchat_cli.local import LocalEngine
-from longchat_cli.models import static
 from longchat_cli.models.lean import LeanDecoder
 from longchat_cli.models.static import StaticStep
 from longchat_cli.prompt import Message
@@ -148,23 +148,37 @@ def test_waits_for_the_first_tokens(decoder):
     assert step.feed(int(ids[6]), cache) is not None
 
 
-def test_nothing_is_read_back_from_the_position(decoder, monkeypatch):
-    """What a captured step may not do: look at a tensor's numbers, or choose shapes by the position."""
-    method, ids = method_class("sink").build({"sinks": 3, "window": 9}), tiny.tokens(60)
-    cache, step = read(decoder, method, ids[:20]), StaticStep(decoder, method)
-    stepped(step, cache, ids[20:22])
-    spans = []
-    attend = static.FixedLayer.attend.__globals__["kernels"].attend
+class Capture(TorchDispatchMode):
+    """Refuses what a CUDA graph refuses: looking at a tensor's numbers, and shapes that hang on them."""
 
-    def watched(q, given, *others):
-        spans.append([(span.k.data_ptr(), span.k.shape, type(span.start), type(span.stop)) for span in given])
-        return attend(q, given, *others)
+    def __torch_dispatch__(self, function, types, inputs=(), options=None):
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*inputs, **(options or {}))
 
-    monkeypatch.setattr(static.FixedLayer.attend.__globals__["kernels"], "attend", watched)
-    for token in ids[22:]:
-        step.feed(int(token), cache)
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_a_step_can_be_captured(decoder, name, options, monkeypatch):
+    """It waits for no number, and calls the kernels alike at every position."""
+    method, ids = method_class(name).build(options), tiny.tokens(40)
+    cache, step, calls = read(decoder, method, ids[:5]), StaticStep(decoder, method), []
+    monkeypatch.setattr(kernels, "_forced", "reference")  # `sdpa` looks at bounds: it never meets a GPU
+    attend = kernels.attend
+
+    def watched(q, spans, *others):
+        calls.append(
+            [(x.k.data_ptr(), x.k.shape, type(x.start), type(x.stop), x.turn is None) for x in spans]
+        )
+        return attend(q, spans, *others)
+
+    monkeypatch.setattr(kernels, "attend", watched)
+    first, *rest = ids[5:].tolist()
+    step.feed(first, cache)
+    with Capture():
+        for token in rest:
+            step.feed(token, cache)
     layers = len(step.layers)
-    assert all(spans[i] == spans[i % layers] for i in range(len(spans)))
+    assert len(calls) == 35 * layers
+    assert all(calls[i] == calls[i % layers] for i in range(len(calls)))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in BOUNDED])
