@@ -50,7 +50,7 @@ def one_shape(dim: int, groups: int, per_group: int, rows: int, dtype: torch.dty
 
 def as_methods_ask(name: str, rows: int, dtype: torch.dtype) -> None:
     """Shapes of the methods' spans: their rows, ranges, rotations and scores."""
-    groups, heads, dim, seen = 2, 6, 32, 150
+    groups, heads, dim, seen = 2, 4, 16, 130
     position = torch.arange(seen, seen + rows)
     recent = keys_and_values(groups, seen + rows, dim, 1, dtype)
     early = keys_and_values(groups, 4, dim, 3, dtype)
@@ -60,11 +60,11 @@ def as_methods_ask(name: str, rows: int, dtype: torch.dtype) -> None:
     breathing = Span(*recent, (position - 100) // 8 * 8, position + 1)
     index = random_index(groups, rows, seen + rows, 9)
     spans = {
-        "sink": [Span(*early, turn=rotation(rows, 16, False)), window],
+        "sink": [Span(*early, turn=rotation(rows, 8, False)), window],
         "cca": [Span(*pooled, 0, (position - 100) // 8), breathing, Span(*early)],
         "infllm": [
-            Span(*early, turn=rotation(rows, 8, True)),
-            Span(*blocks, turn=rotation(rows, 8, True)),
+            Span(*early, turn=rotation(rows, 4, True)),
+            Span(*blocks, turn=rotation(rows, 4, True)),
             replace(window, observe=Observe("sum", "sum")),
         ],
         "minference": [Span(*recent, 0, position + 1, index=index)],
@@ -218,8 +218,9 @@ def test_head_dimensions(dim, dtype):
     interpreted(one_shape, dim, 1, 3, 63, dtype)
 
 
-@pytest.mark.parametrize("per_group", [1, 2, 5, 8, 32])
-@pytest.mark.parametrize("rows", [2, 63, 100])
+@pytest.mark.parametrize(
+    ("per_group", "rows"), [(1, 63), (2, 100), (3, 2), (5, 63), (8, 63), (8, 2), (32, 7)]
+)
 def test_query_heads_per_group(per_group, rows):
     interpreted(one_shape, 16, 2 if per_group < 8 else 1, per_group, rows, torch.float32)
 
@@ -248,14 +249,14 @@ def test_scores(rows, heads):
     interpreted(scores, rows, heads)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_anything(seed):
     interpreted(anything, seed)
 
 
 @pytest.mark.parametrize(
     ("groups", "per_group", "rows", "dim", "softcap"),
-    [(2, 3, 63, 16, None), (1, 4, 100, 80, None), (2, 2, 70, 64, 2.0), (3, 1, 130, 24, 2.0)],
+    [(2, 3, 63, 16, None), (1, 3, 70, 80, None), (2, 2, 100, 16, 2.0), (3, 1, 90, 24, 2.0)],
 )
 def test_gradients(groups, per_group, rows, dim, softcap):
     interpreted(gradients, groups, per_group, rows, dim, softcap)
