@@ -14,12 +14,12 @@ def probabilities(queries: Tensor, keys: Tensor, new: Step) -> Tensor:
     Float32 [KV heads, query heads of each, n, keys]; scale, softcap and learned sinks are those of `new`.
     """
     groups, count, rows = *keys.shape[:2], queries.shape[1]
-    grouped = queries.float().reshape(groups, -1, rows, queries.shape[-1])
-    logits = grouped @ keys.float().transpose(1, 2).unsqueeze(1) * new.scale
+    grouped = queries.reshape(groups, -1, queries.shape[-1])
+    logits = (grouped @ keys.transpose(1, 2)).float().mul_(new.scale).view(groups, -1, rows, count)
     if new.softcap is not None:
         logits = new.softcap * torch.tanh(logits / new.softcap)
-    place = torch.arange(count, device=keys.device)
-    logits.masked_fill_(place > place[count - rows :].unsqueeze(-1), -torch.inf)
+    future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
+    logits[..., count - rows :].masked_fill_(future, -torch.inf)
     if new.sinks is None:
         return logits.softmax(-1)
     learned = new.sinks.float().view(groups, -1, 1, 1).expand(*logits.shape[:3], 1)

@@ -96,17 +96,28 @@ def _parts(q: Tensor, span: Span, scale: float) -> list[Part]:
 def _listed(q: Tensor, span: Span, scale: float) -> Part:
     """The one part of an indexed span, a run of rows at a time."""
     assert span.index is not None
-    outs, start, stop = [], *span.limits()
+    runs = []
     for run, first in enumerate(range(0, q.shape[1], INDEX_ROWS)):
         rows = slice(first, min(first + INDEX_ROWS, q.shape[1]))
+        start, stop = (b if isinstance(b, int) else b[rows] for b in span.limits())
         index = span.index[:, run].long()  # [groups, n]
-        low, high = (b if isinstance(b, int) else b[rows].view(1, -1, 1) for b in (start, stop))
-        place = index.unsqueeze(1)
-        seen = ((place >= low) & (place < high) & (place >= 0)).expand(-1, rows.stop - rows.start, -1)
-        at = index.clamp(min=0).unsqueeze(-1)
-        k, v = (torch.take_along_dim(x, at, dim=1) for x in (dense(span.k), dense(span.v)))
-        outs.append(_range(q[:, rows], k, v, None if bool(seen.all()) else seen, scale))
-    out, lse = (torch.cat(parts, dim=1) for parts in zip(*outs, strict=True))
+        k, v = (
+            torch.stack(
+                [x.index_select(0, at) for x, at in zip(dense(kept), index.clamp(min=0), strict=True)]
+            )
+            for kept in (span.k, span.v)
+        )
+        # Lists ascend, so what every row sees is at their front and needs no mask.
+        common = ((index >= max(_extent(start)[1], 0)) & (index < _extent(stop)[0])).all(0)
+        front = int(common.cumprod(0).sum())
+        parts = [_range(q[:, rows], k[:, :front], v[:, :front], None, scale)] if front else []
+        if front < index.shape[1]:
+            place = index[:, front:].unsqueeze(1)
+            low, high = (b if isinstance(b, int) else b.view(1, -1, 1) for b in (start, stop))
+            seen = ((place >= low) & (place < high) & (place >= 0)).expand(-1, rows.stop - first, -1)
+            parts.append(_range(q[:, rows], k[:, front:], v[:, front:], seen, scale))
+        runs.append(_merge(parts))
+    out, lse = (torch.cat(parts, dim=1) for parts in zip(*runs, strict=True))
     return out, lse
 
 
