@@ -175,6 +175,7 @@ def refusals() -> list[str | None]:
         (q, Span(k, k, index=index[:1])),
         (q, Span(pack(k, "int8", False), k)),
         (q, Span(k, normal(2, 64, 300))),
+        (q, Span(k, k.clone().requires_grad_())),
     ]
     return [accepts(q, [span], None, None) for q, span in tried]
 
@@ -259,6 +260,7 @@ def test_refusals():
         "listed",
         "per channel",
         "300 channels",
+        "gradients",
     ]
     for reason, words in zip(interpreted(refusals), expected, strict=True):
         assert words in (reason or "")

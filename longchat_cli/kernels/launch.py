@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longchat_cli.kernels.aot import Configuration, Type
+from longchat_cli.kernels.packed import Keys
 
 TYPES = {
     torch.float32: "*fp32",
@@ -50,6 +51,12 @@ def unusable(q: Tensor) -> str | None:
         (torch.float32, torch.float16) if interpreted() else (torch.float32, torch.float16, torch.bfloat16)
     )
     return None if q.dtype in known else f"dtype {q.dtype}"
+
+
+def learning(*numbers: Keys | None) -> bool:
+    """Whether gradients are wanted, which most kernels lack."""
+    tensors = (x for x in numbers if isinstance(x, Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def processors(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longchat_cli.kernels.launch import unusable
+from longchat_cli.kernels.launch import learning, unusable
 
 
 def pool(
@@ -87,6 +87,5 @@ def page_scores_reference(q: Tensor, low: Tensor, high: Tensor, heads: str) -> T
 
 
 def _on_gpu(*tensors: Tensor) -> bool:
-    """Whether a Triton kernel can serve; none of these has a backward pass."""
-    learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return all(x.is_cuda for x in tensors) and not learning and unusable(tensors[0]) is None
+    """Whether a Triton kernel can serve."""
+    return all(x.is_cuda for x in tensors) and not learning(*tensors) and unusable(tensors[0]) is None

@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longchat_cli.kernels.aot import Configuration
-from longchat_cli.kernels.launch import TYPES, Launch, processors, unusable
+from longchat_cli.kernels.launch import TYPES, Launch, learning, processors, unusable
 from longchat_cli.kernels.packed import RUN, Keys, Packed, pack
 from longchat_cli.kernels.span import Bound, Observe, Rotation, Span
 
@@ -330,6 +330,8 @@ def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tens
         return reason
     if q.shape[1] > ROWS:
         return f"{q.shape[1]} query rows"
+    if learning(q, sinks, *(x for span in spans for x in (span.k, span.v))):
+        return "gradients"
     return next((reason for span in spans if (reason := _refusal(q, span))), None)
 
 
@@ -372,7 +374,7 @@ def _plan(
     """The tensors that `launches` will fill."""
     heads, rows, dim = q.shape
     groups, width = min(span.k.shape[0] for span in spans), spans[0].v.shape[2]
-    block = min(64, 16384 // (max(_block(dim), _block(width)) * q.element_size()))
+    block = _tile_keys(q, spans)
     shares = [_shares(span, block, q.device) for span in spans]
     parts, lses = scratch(q, sum(shares), heads * rows, width), scratch(q, sum(shares), heads * rows)
     out, lse = q.new_empty(heads, rows, width), scratch(q, heads * rows)
@@ -407,11 +409,21 @@ def _block(width: int) -> int:
     return max(triton.next_power_of_2(width), STACK.value)
 
 
+def _packed(span: Span) -> bool:
+    return isinstance(span.k, Packed) or isinstance(span.v, Packed)
+
+
+def _tile_keys(q: Tensor, spans: Sequence[Span]) -> int:
+    """Keys of a tile: up to 16 KiB and in one run of the scales; half for listed codes, with a scale each."""
+    most = 32 if any(_packed(span) and span.index is not None for span in spans) else 64
+    width = max(_block(q.shape[2]), _block(spans[0].v.shape[2]))
+    return min(most, 16384 // (width * q.element_size()))
+
+
 def _tuning(q: Tensor, spans: Sequence[Span], block: int) -> tuple[int, int]:
     """Warps and pipeline stages; codes on their way to a dot, and float32, want eight warps' registers."""
-    packed = any(isinstance(x, Packed) for span in spans for x in (span.k, span.v))
     tiles = block * (_block(q.shape[2]) + _block(spans[0].v.shape[2])) * q.element_size()
-    return 8 if packed or q.element_size() == 4 else 4, 3 if tiles <= 32 * 1024 else 2
+    return 8 if any(map(_packed, spans)) or q.element_size() == 4 else 4, 3 if tiles <= 32 * 1024 else 2
 
 
 def _shares(span: Span, block: int, device: torch.device) -> int:
