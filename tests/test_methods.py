@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import oracle
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from longchat_cli.attention import METHODS, method_class
-from longchat_cli.attention.buffer import KVBuffer
 from longchat_cli.attention.layer import Cache, Layer
 from longchat_cli.attention.rope import Rope, probe
 from longchat_cli.errors import UsageError
@@ -352,65 +350,7 @@ def test_unknown_method_has_a_hint():
         method_class("zzz")
 
 
-# --- the buffer under every method
-
-
-def numbered(first: int, count: int) -> Tensor:
-    return torch.arange(first, first + count, dtype=torch.float32).view(1, -1, 1).expand(2, -1, 3).clone()
-
-
-def content(buffer: KVBuffer) -> list[int]:
-    return [int(x) for x in buffer.k[0, :, 0]]
-
-
-def test_buffer_appends_and_drops_through_every_reallocation():
-    buffer, held = KVBuffer(), []
-    for size in itertools.islice(itertools.cycle([1, 300, 2, 40, 1000]), 60):
-        buffer.append(numbered(buffer.end, size), -numbered(buffer.end, size))
-        buffer.drop_before(buffer.end - 100)
-        assert len(buffer) == min(buffer.end, 100)
-        assert content(buffer) == list(range(buffer.first, buffer.end))
-        assert torch.equal(buffer.v, -buffer.k)
-        held.append(buffer.tensors()[0].shape[1])
-    assert max(held[20:]) <= 1000 + 100 + 512, "storage is given back"
-
-
-def test_buffer_dropping_more_than_it_holds_leaves_it_empty():
-    buffer = KVBuffer()
-    buffer.append(numbered(0, 5), numbered(0, 5))
-    buffer.drop_before(99)
-    assert (len(buffer), buffer.first, buffer.end) == (0, 5, 5)
-    buffer.append(numbered(5, 2), numbered(5, 2))
-    assert content(buffer) == [5, 6]
-
-
-def test_marks_of_a_buffer_survive_each_other():
-    """Branches from one mark, and marks taken in a branch: none overwrites what another one sees."""
-    buffer = KVBuffer()
-    buffer.append(numbered(0, 4), numbered(0, 4))
-    root = buffer.copy()
-    buffer.append(numbered(10, 3), numbered(10, 3))
-    first = buffer.copy()
-    buffer = root.copy()
-    buffer.append(numbered(20, 2), numbered(20, 2))
-    second = buffer.copy()
-    buffer = first.copy()
-    buffer.append(numbered(30, 1), numbered(30, 1))
-    assert content(root) == [0, 1, 2, 3]
-    assert content(first) == [0, 1, 2, 3, 10, 11, 12]
-    assert content(second) == [0, 1, 2, 3, 20, 21]
-    assert content(buffer) == [0, 1, 2, 3, 10, 11, 12, 30]
-
-
-def test_rolling_back_copies_nothing():
-    """Restoring a mark and going on writes behind it in the same storage when nobody else looks there."""
-    buffer = KVBuffer()
-    buffer.append(numbered(0, 4), numbered(0, 4))
-    mark = buffer.copy()
-    for _ in range(5):
-        buffer = mark.copy()
-        buffer.append(numbered(4, 3), numbered(4, 3))
-        assert buffer.tensors()[0].data_ptr() == mark.tensors()[0].data_ptr()
+# --- marks
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -228,7 +228,7 @@ class PackedBuffer(Buffer):
         self._start = first  # where the runs are counted from
         self._runs = Storage()  # each tensor of the packed keys, then values, a run an entry
         self._recent: KVBuffer = Recent(first)
-        self._grid: Grid | None = None  # of keys that were taken: on one grid they are not rounded again
+        self._grid: Grid = ()  # of keys that were taken: on one grid they are not rounded again
 
     @property
     def end(self) -> int:  # type: ignore[override]
@@ -284,16 +284,17 @@ class PackedBuffer(Buffer):
         return dict(vars(self))
 
     @classmethod
-    def of(cls, kind: str, **more: Any) -> Self:
+    def of(cls, kind: str, _grid: Sequence[Tensor], **more: Any) -> Self:
         """Raises TypeError where `more` is not what `state` gave."""
         made = cls(kind)
-        if {name: type(x) for name, x in vars(made).items()} != {n: type(x) for n, x in more.items()}:
+        found, wanted = more | {"kind": kind, "_grid": tuple(_grid)}, vars(made)
+        if {name: type(x) for name, x in found.items()} != {name: type(x) for name, x in wanted.items()}:
             raise TypeError("not the state of a packed buffer")
-        vars(made).update(more)
+        vars(made).update(found)
         return made
 
     def tensors(self) -> list[Tensor]:
-        return [*self._runs.tensors(), *self._recent.tensors(), *(self._grid or ())]
+        return [*self._runs.tensors(), *self._recent.tensors(), *self._grid]
 
     def copy(self) -> Self:
         other = type(self).__new__(type(self))
