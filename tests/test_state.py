@@ -7,6 +7,7 @@ import json
 import random
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +28,13 @@ OPTIONS = {
     "cca": {"group": 4, "local": 50, "sinks": 6},
     "infllm": {"init": 3, "local": 60, "block": 16, "topk": 2},
     "recycled": {"fraction": 4, "stride": 5},
+    "tova": {"budget": 300},
 }
 ABOUT = {"model": "abc", "options": {"window": 3, "tau": 0.5, "cores": "kv"}}
 
 
-def new_cache(name: str, layers: int = 2) -> Cache:
-    method = method_class(name).build(OPTIONS.get(name, {}))
+def new_cache(name: str, layers: int = 2, **options: Any) -> Cache:
+    method = method_class(name).build({**OPTIONS.get(name, {}), **options})
     rope = Rope(default_frequencies(16, 100.0))
     return Cache(method, [method.layer(index, layers, rope) for index in range(layers)])
 
@@ -45,8 +47,8 @@ def feed(cache: Cache, count: int, decoding: bool = False) -> torch.Tensor:
     return torch.stack(out)
 
 
-def filled(name: str) -> Cache:
-    cache = new_cache(name)
+def filled(name: str, **options: Any) -> Cache:
+    cache = new_cache(name, **options)
     feed(cache, 400)
     for _ in range(7):
         feed(cache, 1, decoding=True)
@@ -153,10 +155,11 @@ def test_truncated_files(tmp_path):
         state.load(path, new_cache("sink"), ABOUT)
 
 
-def test_damaged_headers(tmp_path):
+@pytest.mark.parametrize(("name", "kind"), [("infllm", "auto"), ("window", "int4"), ("tova", "int8")])
+def test_damaged_headers(name, kind, tmp_path):
     """Any JSON in place of any part of the header is an error of ours, never a traceback."""
     path = tmp_path / "s"
-    state.save(path, filled("infllm"), ABOUT, {})
+    state.save(path, filled(name, kv_dtype=kind), ABOUT, {})
     with safe_open(path, framework="pt") as handle:
         tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
         header = handle.metadata()["longchat"]
@@ -169,17 +172,17 @@ def test_damaged_headers(tmp_path):
         parent[key] = rng.choice(junk)
         save_file(tensors, path, metadata={"longchat": json.dumps(value)})
         try:
-            state.load(path, new_cache("infllm"), ABOUT)
+            state.load(path, new_cache(name, kv_dtype=kind), ABOUT)
         except LongchatError:
             refused += 1
     assert refused > 40
     for text in ("", "[]", "3", "null", "{"):
         save_file(tensors, path, metadata={"longchat": text})
         with pytest.raises(BadInput):
-            state.load(path, new_cache("infllm"), {})
+            state.load(path, new_cache(name, kv_dtype=kind), {})
     save_file(tensors, path)
     with pytest.raises(BadInput):
-        state.load(path, new_cache("infllm"), {})
+        state.load(path, new_cache(name, kv_dtype=kind), {})
 
 
 def places(value):
