@@ -26,6 +26,29 @@ def test_every_case_is_measured_and_right(name):
         assert row["full_by"] == "SDPA"
 
 
+@pytest.mark.parametrize("name", bench.POOLS)
+def test_pooling_is_measured(name, monkeypatch):
+    function, *others = bench.POOLS[name]
+    for n in SIZES:
+        (row,) = bench.measure_pooling(name, SMALL, n)
+        assert bench.right(row) and min(row["seconds"], row["full"], row["floor"]) > 0
+
+    def wrong(*inputs):
+        first, *rest = bench._outputs(function(*inputs))
+        return (first * 1.1, *rest)
+
+    monkeypatch.setitem(bench.POOLS, name, (wrong, *others))
+    assert not bench.right(bench.measure_pooling(name, SMALL, 100)[0])
+
+
+def test_floor_of_cores():
+    """Keys, values and a query a core are read once, a sixteenth of the keys and values written."""
+    shape = bench.Shape(heads=4, groups=2, dim=16, dtype=torch.bfloat16, device="cpu")
+    (row,) = bench.measure_pooling("pooling, cores", shape, 1600)
+    keys, cores = 2 * 2 * 1600 * 16 * 2, 2 * 2 * 100 * 16 * 2
+    assert row["floor"] == pytest.approx((keys + cores + 4 * 100 * 16 * 2) / 4.3e12)
+
+
 def seen(span: Span, rows: int) -> torch.Tensor:
     """Visible pairs [groups, rows, keys], row by row."""
     start, stop = span.limits()

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from longchat_cli import kernels
 from longchat_cli.errors import CannotCreate, LongchatError, Unavailable
-from longchat_cli.kernels import Observe, Rotation, Span, reference
+from longchat_cli.kernels import Observe, Rotation, Span, pooling, reference
 from longchat_cli.kernels.packed import RUN, Packed, pack
 from longchat_cli.kernels.span import INDEX_ROWS
 from longchat_cli.terminal_text import table
@@ -145,6 +145,32 @@ CASES: dict[str, Callable[[Shape, int], Problem]] = {
     "decode, full, int4": partial(decode_packed, kind="int4"),
     "decode, sinks + window": decode_sink,
     "decode, gathered 1/8": decode_gathered,
+}
+
+
+Inputs = tuple[Any, ...]
+Pooling = tuple[Callable[..., Any], Callable[..., Any], Callable[[Shape, int], Inputs]]
+"""A function of `kernels.pooling`, its reference, and their inputs."""
+
+
+def _to_cores(shape: Shape, n: int) -> Inputs:
+    cores = max(n // GROUP, 1)
+    return (shape.queries(cores), *shape.keys(cores * GROUP), GROUP, SINKS, shape.scale, "attention", False)
+
+
+def _to_bounds(shape: Shape, n: int) -> Inputs:
+    return shape.normal(shape.groups, max(n // GROUP, 1) * GROUP), GROUP
+
+
+def _to_scores(shape: Shape, n: int) -> Inputs:
+    low, high = (x.sort().values for x in shape.keys(max(n // GROUP, 1)))
+    return shape.queries(1), low, high, "max"
+
+
+POOLS: dict[str, Pooling] = {
+    "pooling, cores": (pooling.pool, pooling.pool_reference, _to_cores),
+    "pooling, page bounds": (pooling.page_bounds, pooling.page_bounds_reference, _to_bounds),
+    "pooling, page scores": (pooling.page_scores, pooling.page_scores_reference, _to_scores),
 }
 
 
@@ -307,6 +333,28 @@ def measure(name: str, shape: Shape, n: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_pooling(name: str, shape: Shape, n: int) -> list[dict[str, Any]]:
+    """As `measure`, a row against the same in torch; on a CPU both are."""
+    torch.manual_seed(n)
+    function, in_torch, make = POOLS[name]
+    inputs = make(shape, n)
+    found, wanted = (_outputs(each(*inputs)) for each in (function, in_torch))
+    read = [x for x in inputs if isinstance(x, Tensor)]
+    moved = sum(x.numel() * x.element_size() for x in (*read, *found))
+    several = [inputs, *(make(shape, n) for _ in range(_copies(shape, moved) - 1))]
+    taken, full = (
+        seconds([partial(each, *given) for given in several], shape.device) for each in (function, in_torch)
+    )
+    kernel = "triton" if shape.device == "cuda" else "torch"
+    worst = torch.stack([_difference(a, b) for a, b in zip(found, wanted, strict=True)]).max()
+    row = {"case": name, "tokens": n, "kernel": kernel, "error": float(worst), "floor": floor(moved, 0)}
+    return [row | {"seconds": taken, "full": full, "full_by": "torch"}]
+
+
+def _outputs(found: Any) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else found
+
+
 def right(row: dict[str, Any]) -> bool:
     """Whether a row's kernel agrees with the reference (NaN does not)."""
     return row["error"] <= TOLERANCE
@@ -345,7 +393,7 @@ PAGE = """# Attention kernels, measured
 {dim} channels, {dtype}. *error*: largest difference from the float32 reference, in parts of the largest
 output. *floor*: the larger of bytes / {bandwidth} TB/s and FLOPs / {arithmetic} TFLOP/s that the visible keys
 ask for; *of floor*: floor / time. *full*: full attention over all tokens by the faster of flash-attn and
-torch's SDPA; *speed-up*: full / time.
+torch's SDPA (of pooling: the same in torch); *speed-up*: full / time.
 
 {table}
 """
@@ -370,7 +418,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, a line as it is measured; 1 when a kernel is wrong, 69 without a GPU."""
     parser = argparse.ArgumentParser("python -m longchat_cli.kernels.bench", description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**i for i in range(12, 18)])
-    parser.add_argument("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
+    every = [*CASES, *POOLS]
+    parser.add_argument("--case", nargs="+", default=every, choices=every, metavar="CASE")
     parser.add_argument("--heads", type=int, default=Shape.heads)
     parser.add_argument("--groups", type=int, default=Shape.groups)
     parser.add_argument("--dim", type=int, default=Shape.dim)
@@ -390,7 +439,7 @@ def _run(chosen: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for name in chosen.case:
         for n in chosen.tokens:
-            rows += measure(name, shape, n)
+            rows += (measure if name in CASES else measure_pooling)(name, shape, n)
             print(f"{name}, {n:,} tokens", file=sys.stderr)
     print(show(rows))
     if chosen.write:
