@@ -95,12 +95,16 @@ SMS = {80: SM(164 * 1024), 90: SM(228 * 1024)}
 NOT_INSTALLED = "triton is not installed (pip install triton, on Linux)"
 
 
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter: on the CPU, in numpy, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
 def missing() -> str | None:
     """Why nothing can be compiled here; None when it can."""
     if importlib.util.find_spec("triton") is None:
         return NOT_INSTALLED
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    return "TRITON_INTERPRET is set: interpreted kernels cannot be compiled" if interpreted else None
+    return "TRITON_INTERPRET is set: interpreted kernels cannot be compiled" if interpreted() else None
 
 
 def configurations() -> Iterator[Configuration]:

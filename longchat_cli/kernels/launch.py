@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longchat_cli.kernels.aot import Configuration, Type
+from longchat_cli.kernels.aot import NOT_INSTALLED, Configuration, Type, interpreted
 from longchat_cli.kernels.packed import Keys
 
 TYPES = {
@@ -27,16 +26,11 @@ TYPES = {
 """torch's types in Triton's notation."""
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter: on the CPU, in numpy, for tests."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
 @functools.cache
 def missing() -> str | None:
     """Why Triton kernels cannot serve on this machine; None when they can."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton, on Linux)"
+        return NOT_INSTALLED
     return None if torch.cuda.is_available() or interpreted() else "no CUDA device"
 
 
