@@ -41,7 +41,7 @@ from triton import language as tl
 
 from longchat_cli.kernels import triton_backward
 from longchat_cli.kernels.aot import TARGETS, Configuration
-from longchat_cli.kernels.launch import Launch, unusable
+from longchat_cli.kernels.launch import Launch, learning, unusable
 from longchat_cli.kernels.packed import dense
 from longchat_cli.kernels.span import INDEX_ROWS, Observe, Span
 from longchat_cli.kernels.triton_tiles import (
@@ -71,18 +71,15 @@ def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tens
         return "float32: tensor cores would round it"
     if q.shape[1] < 2:
         return "one row"
-    if any(x.dtype != q.dtype for span in spans for x in (span.k, span.v)):
+    keys_and_values = [x for span in spans for x in (span.k, span.v)]
+    if any(x.dtype != q.dtype for x in keys_and_values):
         return "queries and keys of different dtype"
     if not 1 <= len(spans) <= MOST_SPANS:
         return f"{len(spans)} spans"
     if q.shape[2] > 256 or any(span.k.shape[-1] != span.v.shape[-1] for span in spans):
         return "wide heads, or keys and values of different width"
-    learning = torch.is_grad_enabled() and (q.requires_grad or any(_learning(span) for span in spans))
-    return "listed keys have no gradients" if learning and any(s.index is not None for s in spans) else None
-
-
-def _learning(span: Span) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in (span.k, span.v))
+    listed = any(span.index is not None for span in spans)
+    return "listed keys have no gradients" if listed and learning(q, sinks, *keys_and_values) else None
 
 
 def attend(
