@@ -4,6 +4,9 @@ Keys and values lie in ring buffers (position p in slot p mod W), and everything
 step is read from two tensors: the token and its position. So the step needs nothing from Python. On a GPU it
 is captured once in a CUDA graph and replayed; elsewhere the same step runs as it is. The layers are the
 method's own: a position that is a tensor makes their bounds and rotations tensors.
+
+torch.compile is no alternative yet: in torch 2.13 it traces the step whole, but every backend refuses the
+tensors of inference mode, in which the lean forward runs.
 """
 
 from __future__ import annotations
