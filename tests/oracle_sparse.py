@@ -85,12 +85,15 @@ def minference(
             elif "vertical" in options:
                 visible.append(vertical_slash(*mine, scale, runs, stop, **options))
             elif "window" in options:
-                reach = [run[0] - options["window"] for run in runs]
-                visible.append([{j for j in range(stop) if j < options["sinks"] or j > at} for at in reach])
+                visible.append([set(range(stop)) for _ in runs])
             else:
                 visible.append(block_sparse(*mine, scale, runs, stop, **options))
         for t in range(first, stop):
             chosen = [[j for j in part[(t - first) // 64] if j <= t] for part in visible]
+            if size > 64 and "window" in options:
+                chosen = [
+                    [j for j in keys if j < options["sinks"] or t - j < options["window"]] for keys in chosen
+                ]
             saw += sum(len(keys) for keys in chosen)
             out.append(by_group(q, k, v, scale, t, chosen))
         first = stop

@@ -13,12 +13,14 @@ import torch
 from test_methods import assert_close, case, layer_of, rope_of, run, tensors  # noqa: F401
 from torch import Tensor
 
+from longchat_cli import kernels
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.hf import HFDecoder
-from longchat_cli.attention.layer import Cache, Layer, Step, causal
+from longchat_cli.attention.layer import Cache, Layer, Step
 from longchat_cli.attention.minference import diagonals, listing
 from longchat_cli.attention.probabilities import probabilities
 from longchat_cli.errors import UsageError
+from longchat_cli.kernels import Span
 from longchat_cli.kernels.reference import listed
 from longchat_cli.models.lean import LeanDecoder
 
@@ -382,18 +384,14 @@ def test_lean_rows_are_really_dropped_unless_their_logits_are_asked_for(tmp_path
     assert torch.allclose(every[-1:], last, atol=1e-5)
 
 
-def test_a_span_of_a_buffer_in_parts_is_narrowed_part_by_part():
-    """Packed older entries and exact recent ones make two spans: together they list each key once."""
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_buffer_in_parts_is_narrowed_part_by_part(pattern):
+    """Packed older entries and exact recent ones make two spans: they show what one would."""
     q, k, v = tensors(4, 2, 16, 300)
     new = Step(q, k, v, 0, 0.25, False)
-    layer = layer_of("full", {}, None)
-    layer.kv.append(k, v)
-    (whole,) = causal(layer.kv, new)
-    halves = [
-        type(whole)(k[:, :170], v[:, :170], 0, whole.stop.clamp(max=170)),
-        type(whole)(k[:, 170:], v[:, 170:], 0, (whole.stop - 170).clamp(min=0)),
-    ]
-    method = method_class("minference").build({"vertical": 40, "slash": 102})
-    (one,), two = method.narrow([whole], new), method.narrow(halves, new)
-    together = torch.cat([listed(span.index, span.k.shape[1], 300) for span in two], dim=-1)
-    assert torch.equal(listed(one.index, 300, 300), together)
+    stop = torch.arange(1, 301)
+    parts = [Span(k[:, :170], v[:, :170], 0, stop.clamp(max=170))]
+    parts.append(Span(k[:, 170:], v[:, 170:], 0, (stop - 170).clamp(min=0)))
+    method = method_class("minference").build(PATTERNS[pattern][0])
+    one, two = method.narrow([Span(k, v, 0, stop)], new), method.narrow(parts, new)
+    assert_close(kernels.attend(q, two, 0.25)[0], kernels.attend(q, one, 0.25)[0].double())

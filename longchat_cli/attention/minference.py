@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longchat_cli.attention.full import Full
-from longchat_cli.attention.layer import Step, option
+from longchat_cli.attention.layer import Step, at_most, option
 from longchat_cli.attention.probabilities import probabilities
 from longchat_cli.errors import UsageError
 from longchat_cli.kernels import Span
@@ -49,27 +49,39 @@ class MInference(Full):
         6096, "vertical-slash: diagonals, distances at which all queries see", low=0, budget=6096 / 7096
     )
     sinks: int = option(128, "a-shape: first tokens that all queries see", low=0)
-    window: int = option(3968, "a-shape: tokens before it that each query sees", low=1)
+    window: int = option(3968, "a-shape: last tokens that each query sees, itself included", low=1)
     blocks: int = option(100, "block-sparse: blocks of 64 keys that each 64 queries see", low=1)
 
     def narrow(self, spans: list[Span], new: Step) -> list[Span]:
-        """The spans of a prompt's plain causal attention with an index each, where they leave keys out."""
+        """What is left of the spans of plain causal attention, which hold all keys in order."""
+        if self.pattern == "a-shape":
+            return self._a_shape(spans, new)
         keys = torch.cat([dense(span.k) for span in spans], dim=1)
         first = torch.arange(keys.shape[1] - new.rows, keys.shape[1], INDEX_ROWS, device=keys.device)
         last = (first + INDEX_ROWS - 1).clamp(max=keys.shape[1] - 1)
         runs = Runs(first.view(-1, 1), last.view(-1, 1), torch.arange(keys.shape[1], device=keys.device))
-        patterns = {
-            "vertical-slash": self._vertical_slash,
-            "a-shape": self._a_shape,
-            "block-sparse": self._block_sparse,
-        }
-        seen = patterns[self.pattern](keys, new, runs)
+        pattern = self._vertical_slash if self.pattern == "vertical-slash" else self._block_sparse
+        seen = pattern(keys, new, runs)
         future = runs.keys > runs.last
         if bool((seen | future).all()):
             return spans
         parts = (seen & ~future).split([span.k.shape[1] for span in spans], dim=-1)
         narrowed = [replace(span, index=listing(part)) for span, part in zip(spans, parts, strict=True)]
         return [span for span in narrowed if span.index is not None and span.index.shape[-1]]
+
+    def _a_shape(self, spans: list[Span], new: Step) -> list[Span]:
+        """Two ranges of each span, so that no index is needed: first tokens and a window."""
+        keys = sum(span.k.shape[1] for span in spans)
+        window = torch.arange(keys - new.rows, keys, device=new.q.device) + 1 - self.window
+        if int(window[-1]) <= self.sinks:
+            return spans
+        narrowed, first = [], 0
+        for span in spans:
+            _, stop = span.limits()
+            narrowed.append(replace(span, stop=at_most(stop, max(self.sinks - first, 0))))
+            narrowed.append(replace(span, start=(window.clamp(min=self.sinks) - first).clamp(min=0)))
+            first += span.k.shape[1]
+        return narrowed
 
     def _vertical_slash(self, keys: Tensor, new: Step, runs: Runs) -> Tensor:
         weights = probabilities(new.q[:, -LAST:], keys, new).sum(1)  # [KV heads, LAST, keys]
@@ -78,10 +90,6 @@ class MInference(Full):
         before = F.pad(_top(diagonals(weights), self.slash, DIAGONALS).cumsum(-1), (1, 0))
         near, far = ((end - runs.keys).clamp(min=0) for end in (runs.first, runs.last + 1))
         return columns.unsqueeze(1) | (before[:, far] > before[:, near])
-
-    def _a_shape(self, keys: Tensor, new: Step, runs: Runs) -> Tensor:
-        seen = (runs.keys < self.sinks) | (runs.keys > runs.first - self.window)
-        return seen.expand(keys.shape[0], -1, -1)
 
     def _block_sparse(self, keys: Tensor, new: Step, runs: Runs) -> Tensor:
         queries, means = (_means(x) for x in (new.q, keys))  # [heads, runs, dim], [KV heads, blocks, dim]
