@@ -36,6 +36,10 @@ def ranked(scores: Tensor) -> Tensor:
 def best(scores: Tensor, budget: int, recent: int) -> Tensor:
     """The last `recent` entries and those with the highest scores: ascending int64 [KV heads, budget]."""
     older = scores.shape[-1] - min(recent, budget)
+    if scores.shape[-1] == budget + 1 and older:  # one to drop, at every decoding step: no need to sort
+        worst = scores[:, :older].argmin(-1, keepdim=True)
+        place = torch.arange(budget, device=scores.device)
+        return place + (place >= worst)
     last = torch.arange(older, scores.shape[-1], device=scores.device).expand(scores.shape[0], -1)
     others = ranked(scores[:, :older])[:, : budget - last.shape[1]]
     return torch.cat([others, last], dim=-1).sort(dim=-1).values
