@@ -149,16 +149,18 @@ def _encode(x: Tensor, kind: str, scale: Tensor, zero: Tensor | None = None) -> 
 
 
 def _decode(data: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-    """What codes stand for, rounded once to the dtype of `scale`."""
+    """What codes stand for, in the dtype of `scale`."""
     if zero is not None:
-        codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
-        return torch.addcmul(zero, codes.to(scale.dtype), scale)
-    if data.dtype == torch.int8 or data.is_cuda:
+        codes = scale.new_empty(*data.shape, 2)
+        codes[..., 0], codes[..., 1] = data & 15, data >> 4
+        return codes.flatten(-2).mul_(scale).add_(zero)
+    if data.dtype == torch.int8:
+        return data * scale
+    if data.is_cuda:
         return data.to(scale.dtype).mul_(scale)
-    # The bits of e4m3, shifted, are a float16 of 1 / 256 of its value: a tenth of the time that torch takes.
-    bits = data.view(torch.int8).to(torch.int16)
-    bits = bits << 7 & 0x3F80 | bits & -0x8000
-    return bits.view(torch.float16).to(scale.dtype).mul_(scale * 256)
+    # Shifted, the bits of e4m3 are a bfloat16 of 2^-120 of its value: a third of the time of torch's conversion.
+    bits = data.view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+    return bits.view(torch.bfloat16).mul_(2.0**120).to(scale.dtype).mul_(scale)
 
 
 def rows_at(x: Tensor, index: Tensor) -> Tensor:
