@@ -236,8 +236,8 @@ def _observe(part: Part, observe: Observe, lse: Tensor, setup: Setup) -> tuple[T
     groups, keys, dim = part.k.shape
     share = q.shape[0] // groups
     pack = triton.next_power_of_2(share)
-    tile = tiles(dim, setup.capability)
-    tile = Tiles(max(64, pack), min(64, tile.keys), 4, tile.stages)
+    # Here keys stay and rows stream by.
+    tile = Tiles(max(64, pack), 64 if dim <= 128 else 32, 4, 2)
     found = torch.empty(groups, keys, dtype=torch.float32, device=q.device)
     arguments = {
         "q": q,
