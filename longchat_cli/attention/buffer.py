@@ -181,7 +181,7 @@ class KVBuffer(Storage, Buffer):
 
     def room(self, count: int) -> int:
         """An eighth more: a bounded method settles on one size."""
-        return count + max(256, count // 8)
+        return count + max(self.granule, count // 8)
 
     def append(self, *new: Tensor) -> None:
         self.dtype = new[0].dtype
