@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longchat_cli import kernels
-from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.buffer import Buffer
 from longchat_cli.attention.layer import Step, joined
 from longchat_cli.kernels import Observe, Span
 
 
-def observed(kv: KVBuffer, queries: Tensor, new: Step, observe: Observe) -> Tensor:
+def observed(kv: Buffer, queries: Tensor, new: Step, observe: Observe) -> Tensor:
     """The probabilities [KV heads, entries] that queries [heads, n, dim] of the last n entries give."""
     stop = torch.arange(kv.end - queries.shape[1] + 1, kv.end + 1, device=queries.device)
     spans = [
