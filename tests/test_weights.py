@@ -46,6 +46,9 @@ PATHS = {
     "gemma-float32": Path("gemma3-270m", "float32", False, 1e-4, 1e-4),
     "gemma-bfloat16": Path("gemma3-270m", "bfloat16", False, 1.0, 1.0),
 }
+QUICK = {"lean-int4", "transformers-bfloat16"}
+"""The paths of a default run: packed weights decode, the same file's bfloat16 ones read."""
+
 SELECTION = {"full", "sink"}
 """In bfloat16 methods that select keys by score may choose others for a rounding: they run in float32."""
 
@@ -91,10 +94,9 @@ def cells(invariant: str = "") -> Any:
     found = []
     for path, way in PATHS.items():
         for name in METHODS:
-            exact = way.dtype == "float32"
-            if (name, invariant) in UNDEFINED or not (exact or name in SELECTION):
+            if (name, invariant) in UNDEFINED or not (way.dtype == "float32" or name in SELECTION):
                 continue
-            rare = way.model != catalog.DEFAULT or name not in SELECTION or exact
+            rare = path not in QUICK or name not in SELECTION
             found.append(pytest.param(path, name, id=f"{path}-{name}", marks=[pytest.mark.slow] * rare))
     return pytest.mark.parametrize(("path", "name"), found)
 
