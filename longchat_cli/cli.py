@@ -197,7 +197,7 @@ def _method_options(method: str, prefix: str) -> list[click.Parameter]:
     cls = method_class(method)
     types = get_type_hints(cls)
     options: list[click.Parameter] = []
-    for field in dataclasses.fields(cls):
+    for field in cls.options():
         flag = "--" + field.name.replace("_", "-")
         yes_no = types[field.name] is bool
         default = ("on" if field.default else "off") if yes_no else field.default
@@ -500,7 +500,7 @@ def _measure(params: dict[str, Any], as_json: bool) -> None:
 def _about(cls: Any) -> dict[str, Any]:
     options = [
         {"name": field.name, "default": field.default, "help": field.metadata.get("help", "")}
-        for field in dataclasses.fields(cls)
+        for field in cls.options()
     ]
     return {
         "summary": cls.summary,

@@ -136,6 +136,12 @@ class Method:
         return {name: max(int(tokens * share), 1) for name, share in shares.items() if share}
 
     @classmethod
+    def options(cls) -> list[dataclasses.Field]:
+        """The method's own options, then those that every method has."""
+        shared = {field.name for field in dataclasses.fields(Method)}
+        return sorted(dataclasses.fields(cls), key=lambda field: field.name in shared)
+
+    @classmethod
     def build(cls, options: Mapping[str, Any]) -> Method:
         """A method from user options. Raises UsageError for an unknown option or a value out of range."""
         known = {field.name for field in dataclasses.fields(cls)}

@@ -443,7 +443,7 @@ def _span_arguments(
 ) -> dict[str, Any]:
     """`spans`, `numbers` and `KINDS` of `_split`.
 
-    Numbers that change between steps go as floats (exact to MOST_KEYS): for integers Triton compiles anew
+    Numbers that change between steps go as floats (exact to 2^24): for integers Triton compiles anew
     when one turns into 1 or a multiple of 16.
     """
     tuples, numbers, kinds = [], [], []
