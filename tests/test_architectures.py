@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 from longchat_cli import state
 from longchat_cli.attention import METHODS, method_class
-from longchat_cli.attention.hf import HFDecoder, transformers_cache
+from longchat_cli.attention.hf import HFDecoder, Slot, transformers_cache
 from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.attention.rope import default_frequencies
 from longchat_cli.errors import BadInput, LongchatError, UsageError
@@ -158,6 +158,28 @@ def test_within_the_budget_it_is_the_stock_model(architecture, name):
     assert worst(torch.cat(found), wanted) <= TOLERANCE
     assert cache.seen == LENGTH
     assert cache.visible() == LENGTH
+
+
+@pytest.mark.parametrize(("architecture", "dropped"), [("gemma2", "softcap"), ("gpt-oss", "sinks")])
+def test_the_matrix_sees_what_shapes_the_logits(monkeypatch, architecture, dropped):
+    """Without softcap or learned sinks in our own layers the first invariant would fail, by far."""
+    attend = Slot.attend
+    monkeypatch.setattr(
+        Slot, "attend", lambda slot, *qkv, **extra: attend(slot, *qkv, **{**extra, dropped: None})
+    )
+    model, ids = decoder(architecture), tiny.tokens(LENGTH)
+    found = read(model, model.new_cache(small("full")), ids, [LENGTH])
+    assert worst(found, tiny.stock_logits(architecture, ids)) > 100 * TOLERANCE
+
+
+def test_the_matrix_sees_the_temperature_of_queries():
+    ids = tiny.tokens(LENGTH)
+    options = tiny.ARCHITECTURES["ministral3"].options["rope_parameters"] | {"llama_4_scaling_beta": 0.0}
+    with torch.no_grad():
+        plain = tiny.build("Ministral3", rope_parameters=options)(input_ids=ids[None]).logits[0]
+    wanted = tiny.stock_logits("ministral3", ids)
+    assert worst(plain[:16], wanted[:16]) <= TOLERANCE
+    assert worst(plain[16:], wanted[16:]) > 100 * TOLERANCE
 
 
 @cells_where(CHUNKS)

@@ -106,7 +106,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("SmolLM3", {"no_rope_layers": [1, 0]}, ("half 4", None)),
     "gpt-neox": _plain("GPTNeoX", "half 2", rope_parameters={**FAST, "partial_rotary_factor": 0.5}),
     "opt": _plain("OPT", "no", ffn_dim=40, word_embed_proj_dim=32),
-    "gemma2": Architecture("Gemma2", _hybrid("sliding", "full"), ("own", "half 4")),
+    "gemma2": Architecture(
+        "Gemma2", {**_hybrid("sliding", "full"), "attn_logit_softcapping": 2.0}, ("own", "half 4")
+    ),
     "gemma3": Architecture("Gemma3Text", _hybrid("sliding", "full", "full"), ("own", "half 4", "half 4")),
     "cohere2": Architecture("Cohere2", _hybrid("sliding", "full"), ("own", None)),
     "gpt-oss": Architecture(
