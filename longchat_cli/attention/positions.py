@@ -1,8 +1,8 @@
 """Exact positions on the transformers path: rotary angles in float64.
 
-A rotary module multiplies position and frequency in float32; at position 5,000,000 its angles are off by up to
-0.3 rad. A forward hook (torch's own interface) computes cos and sin again from float64 angles, in the layout
-the module itself uses, which is found by comparing with its output at small positions.
+A rotary module multiplies position and frequency in float32; at position 5,000,000 its angles are off by up
+to 0.3 rad. A forward hook (torch's own interface) computes cos and sin again from float64 angles, in the
+layout the module itself uses, which is found by comparing with its output at small positions.
 """
 
 from __future__ import annotations
