@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longchat_cli import attention
-from longchat_cli.documents import Collection, Document
+from longchat_cli.documents import Collection, Document, Location
 from longchat_cli.engine import Engine, Progress
 from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageError
 from longchat_cli.prompt import Message, Prompt, Text
@@ -69,7 +69,7 @@ class Answer:
     usage: document_tokens (in all documents), prompt_tokens, reused_tokens, answer_tokens.
     timings: find_s, prefill_s, decode_s, tokens_per_s.
     coverage: seen, visible, forgotten, bytes (of the model's state), read (document tokens in the prompt).
-    passages: source, line, end_line, begin, end (characters), score, text.
+    passages: source, line, end_line, place, begin, end (characters), score, text.
     """
 
     question: str
@@ -107,9 +107,8 @@ class Answer:
 
 
 def place(passage: Mapping[str, Any]) -> str:
-    """`book.txt:120-131` for a passage of an answer."""
-    last = f"-{passage['end_line']}" if passage["end_line"] > passage["line"] else ""
-    return f"{passage['source']}:{passage['line']}{last}"
+    """`book.txt:120-131` or `paper.pdf, page 3` for a passage of an answer."""
+    return str(Location(*(passage[name] for name in ("source", "line", "end_line", "place"))))
 
 
 def split_arguments(

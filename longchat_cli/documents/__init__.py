@@ -1,6 +1,7 @@
 """Files, folders and standard input to text with locations. Imports neither torch nor transformers."""
 
 from longchat_cli.documents.document import Collection, Document, Location, Skip
+from longchat_cli.documents.member import Options
 from longchat_cli.documents.reading import read
 
-__all__ = ["Collection", "Document", "Location", "Skip", "read"]
+__all__ = ["Collection", "Document", "Location", "Options", "Skip", "read"]

@@ -56,9 +56,12 @@ class Decoded:
     damaged: int = 0
 
 
-def decode(data: bytes) -> Decoded:
-    """Decode a whole file. Raises Undecodable for binary data and unknown encodings."""
-    found = _by_mark(data) or _strict_utf8(data) or _by_zeros(data)
+def decode(data: bytes, declared: str = "") -> Decoded:
+    """Decode a whole file; `declared` is the encoding its own text names, tried before any guess.
+
+    Raises Undecodable for binary data and unknown encodings.
+    """
+    found = _by_mark(data) or _strict_utf8(data) or _as_declared(data, declared) or _by_zeros(data)
     if found:
         return found
     if _share(data, _CONTROLS) > _MAX_CONTROLS_OTHER:
@@ -87,6 +90,12 @@ def _strict_utf8(data: bytes) -> Decoded | None:
         return Decoded(data.decode("utf-8"), "utf-8")
     except UnicodeDecodeError:
         return None
+
+
+def _as_declared(data: bytes, declared: str) -> Decoded | None:
+    with suppress(LookupError, UnicodeError):  # not the name of a text encoding, or not true
+        return Decoded(data.decode(declared), codecs.lookup(declared).name) if declared else None
+    return None
 
 
 def _by_zeros(data: bytes) -> Decoded | None:

@@ -1,4 +1,4 @@
-"""The text files of a folder, in a fixed order, each headed by its path."""
+"""The readable files of a folder, in a fixed order, each headed by its path."""
 
 from __future__ import annotations
 
@@ -9,36 +9,33 @@ from dataclasses import replace
 from pathlib import Path
 
 from longchat_cli.config import format_bytes
-from longchat_cli.documents import formats
 from longchat_cli.documents.document import Collection, Document, Skip
 from longchat_cli.documents.ignore import Rules, ignored, rules_above, rules_in
+from longchat_cli.documents.member import Options, order, read_member
 from longchat_cli.documents.names import printable
-from longchat_cli.errors import BadInput
 
 MAX_BYTES = 16 << 20
 """Larger files of a folder are skipped; named by itself a file may have any size."""
 
 
-def read_folder(root: Path, max_bytes: int = MAX_BYTES) -> Collection:
-    """Every text file below `root` by .gitignore rules; symbolic links are not followed.
+def read_folder(root: Path, options: Options | None = None, max_bytes: int = MAX_BYTES) -> Collection:
+    """Every readable file below `root` by .gitignore and .longchatignore rules and by `options`; symbolic
+    links are not followed.
 
     What cannot be read is skipped with a reason, never an error.
     """
+    options = options or Options()
     found = Collection([], [])
     count = 0
     for path, reason in _walk(root):
-        if reason == _IGNORED:
+        if reason == _IGNORED or (not reason and options.leaves_out(path.relative_to(root).as_posix())):
             count += 1
-            continue
-        result = Skip(printable(path), reason) if reason else _read_file(path, max_bytes)
-        if isinstance(result, Skip):
-            found.skips.append(result)
         else:
-            found.documents.append(result)
+            found.add(Skip(printable(path), reason) if reason else _read_file(path, options, max_bytes))
     return replace(found, ignored=count)
 
 
-_IGNORED = "ignored by .gitignore"
+_IGNORED = "ignored"
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, str]]:
@@ -48,7 +45,7 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
     while pending:
         shown, actual, rules = pending.pop()
         try:
-            entries = sorted(os.scandir(shown), key=_order)
+            entries = sorted(os.scandir(shown), key=lambda entry: order(Path(entry.name)))
         except OSError as error:
             yield shown, (error.strerror or "unreadable").lower()
             continue
@@ -69,12 +66,7 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
         pending.extend(reversed(folders))
 
 
-def _order(entry: os.DirEntry[str]) -> tuple[bool, str, str]:
-    readme = entry.name.lower().partition(".")[0] == "readme"
-    return (not readme, entry.name.casefold(), entry.name)
-
-
-def _read_file(path: Path, max_bytes: int) -> Document | Skip:
+def _read_file(path: Path, options: Options, max_bytes: int) -> Document | Skip:
     name = printable(path)
     try:
         status = path.lstat()
@@ -82,10 +74,6 @@ def _read_file(path: Path, max_bytes: int) -> Document | Skip:
             return Skip(name, "not a regular file")
         if status.st_size > max_bytes:
             return Skip(name, f"too large ({format_bytes(status.st_size)}, limit {format_bytes(max_bytes)})")
-        document = formats.parse(name, path.read_bytes())
+        return read_member(name, path.read_bytes(), options)
     except OSError as error:
         return Skip(name, (error.strerror or "unreadable").lower())
-    except BadInput as error:
-        return Skip(name, error.why)
-    header = f"File: {name}\n\n"
-    return replace(document, text=header + document.text, header=len(header))

@@ -1,4 +1,7 @@
-"""Git's ignore rules: nested .gitignore files, those of the enclosing repository, .git/info/exclude."""
+"""Git's ignore rules: nested .gitignore files, those of the enclosing repository, .git/info/exclude.
+
+.longchatignore files are read as well, by the same rules, and decide over the .gitignore beside them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern as Pattern
+
+NAMES = (".gitignore", ".longchatignore")
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ def ignored(path: Path, is_dir: bool, rules: tuple[Rules, ...]) -> bool:
 
 
 def rules_in(directory: Path) -> tuple[Rules, ...]:
-    """The rules of `directory`'s own .gitignore, if it has one (git does not follow a linked one)."""
-    return tuple(_load(directory / ".gitignore", directory))
+    """The rules of `directory`'s own ignore files, the last the strongest (linked ones do not count)."""
+    return tuple(rules for name in NAMES for rules in _load(directory / name, directory))
 
 
 def rules_above(directory: Path) -> tuple[Rules, ...]:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from longchat_cli.documents import formats
+from longchat_cli.documents.archive import read_archive
 from longchat_cli.documents.document import Collection
 from longchat_cli.documents.folder import read_folder
+from longchat_cli.documents.member import Options
 from longchat_cli.documents.names import printable
 from longchat_cli.errors import BadInput, MissingInput, StorageError, UsageError
 
@@ -21,16 +23,19 @@ _PIPE_PATIENCE = 5.0
 """Seconds to wait for somebody to open the other end of a named pipe."""
 
 
-def read(names: Sequence[str], *, stdin: BinaryIO | None = None) -> Collection:
-    """Read files, folders and, for the name `-`, standard input, in the order given.
+def read(
+    names: Sequence[str], *, stdin: BinaryIO | None = None, options: Options | None = None
+) -> Collection:
+    """Read files, folders, archives and, for the name `-`, standard input, in the order given.
 
-    Raises MissingInput (not there, not permitted), BadInput (empty, binary, an unsupported format, a
-    device, a folder without text), StorageError (reading failed half way) and UsageError (`-` without
-    a stdin, or twice).
+    Raises MissingInput (not there, not permitted), BadInput (empty, binary, damaged, an unsupported format,
+    a device, a folder or archive without text), StorageError (reading failed half way) and UsageError (`-`
+    without a stdin, or twice).
     """
     if list(names).count("-") > 1:
         raise UsageError("'-' is named twice", "standard input can be read once")
-    parts = [_read_one(name, stdin) for name in names]
+    options = options or Options()
+    parts = [_read_one(name, stdin, options) for name in names]
     return Collection(
         [document for part in parts for document in part.documents],
         [skip for part in parts for skip in part.skips],
@@ -38,11 +43,11 @@ def read(names: Sequence[str], *, stdin: BinaryIO | None = None) -> Collection:
     )
 
 
-def _read_one(name: str, stdin: BinaryIO | None) -> Collection:
+def _read_one(name: str, stdin: BinaryIO | None, options: Options) -> Collection:
     if name == "-":
         if stdin is None:
             raise UsageError("there is no standard input to read")
-        return Collection([formats.parse("stdin", _read_stream(stdin))], [])
+        return _read_data("stdin", _read_stream(stdin), options)
     if not name:
         raise MissingInput("a document's name is empty", "", "name a file, a folder or -")
     shown = printable(name)
@@ -51,7 +56,7 @@ def _read_one(name: str, stdin: BinaryIO | None) -> Collection:
     try:
         mode = Path(name).stat().st_mode
         if stat.S_ISDIR(mode):
-            return _read_named_folder(name)
+            return _read_named_folder(name, options)
         if stat.S_ISREG(mode):
             data = Path(name).read_bytes()
         elif stat.S_ISFIFO(mode):
@@ -60,7 +65,15 @@ def _read_one(name: str, stdin: BinaryIO | None) -> Collection:
             raise BadInput(f"{shown} cannot be read", "it is a device or a socket, not a document")
     except OSError as error:
         raise _as_longchat_error(name, error) from error
-    return Collection([formats.parse(shown, data)], [])
+    return _read_data(shown, data, options)
+
+
+def _read_data(name: str, data: bytes, options: Options) -> Collection:
+    if formats.is_archive(name, data):
+        return _require_text(name, read_archive(name, data, options))
+    found = Collection([], [])
+    found.add(formats.parse(name, data, options.boilerplate))
+    return found
 
 
 def _read_stream(stdin: BinaryIO) -> bytes:
@@ -70,18 +83,20 @@ def _read_stream(stdin: BinaryIO) -> bytes:
         raise StorageError("reading standard input failed", str(error)) from error
 
 
-def _read_named_folder(name: str) -> Collection:
-    shown = printable(name)
+def _read_named_folder(name: str, options: Options) -> Collection:
     if not os.access(name, os.R_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    found = read_folder(Path(name))
+    return _require_text(printable(name), read_folder(Path(name), options))
+
+
+def _require_text(name: str, found: Collection) -> Collection:
     if not found.documents:
-        raise BadInput(f"{shown} holds no text file", _census(found))
+        raise BadInput(f"{name} holds no text file", _census(found))
     return found
 
 
 def _census(found: Collection) -> str:
-    reasons = [skip.reason for skip in found.skips] + ["ignored by .gitignore"] * found.ignored
+    reasons = [skip.reason for skip in found.skips] + ["left out by a rule"] * found.ignored
     counts = (f"{reasons.count(reason)} x {reason}" for reason in dict.fromkeys(reasons))
     return ", ".join(counts) or "it is empty"
 

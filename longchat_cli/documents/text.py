@@ -8,23 +8,34 @@ from longchat_cli.documents.document import Document
 from longchat_cli.documents.encoding import Undecodable, decode
 from longchat_cli.errors import BadInput
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters that no text keeps."""
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _BREAK = re.compile(r"[\v\f\x85]")
-_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 
 
 def parse(name: str, data: bytes) -> Document:
     """A text file's bytes to a Document. Raises BadInput when they are binary or hold no text."""
+    return require_text(decoded(name, data))
+
+
+def decoded(name: str, data: bytes, declared: str = "") -> Document:
+    """As `parse`, but the text may be blank; `declared` is the encoding that the file itself names."""
     try:
-        decoded = decode(data)
+        found = decode(data, declared)
     except Undecodable as error:
         raise BadInput(f"{name} is not a text file", str(error)) from error
-    text, notes = clean(decoded.text)
-    if not text.strip():
-        raise BadInput(f"{name} holds no text", "only white space")
-    if decoded.damaged:
-        notes = (*notes, f"{decoded.damaged:,} damaged characters replaced (not {decoded.encoding})")
-    return Document(name, text, decoded.encoding, notes)
+    text, notes = clean(found.text)
+    if found.damaged:
+        notes = (*notes, f"{found.damaged:,} damaged characters replaced (not {found.encoding})")
+    return Document(name, text, found.encoding, notes)
+
+
+def require_text(document: Document) -> Document:
+    """The document itself. Raises BadInput when it is blank."""
+    if not document.text.strip():
+        raise BadInput(f"{document.name} holds no text", "only white space")
+    return document
 
 
 def clean(text: str) -> tuple[str, tuple[str, ...]]:
@@ -32,7 +43,7 @@ def clean(text: str) -> tuple[str, tuple[str, ...]]:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     text, escapes = _ESCAPE.subn("", text)
     nuls = text.count("\0")
-    text, controls = _CONTROL.subn("", _BREAK.sub(" ", text))
+    text, controls = CONTROL.subn("", _BREAK.sub(" ", text))
     notes = []
     if escapes:
         notes.append(f"{escapes:,} terminal escape sequences removed")

@@ -1,0 +1,116 @@
+"""Word documents: the paragraphs, tables and notes, placed by paragraph and heading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from zipfile import ZipFile
+
+from lxml import etree
+
+from longchat_cli.documents import markup, package
+from longchat_cli.documents.builder import Builder
+from longchat_cli.documents.document import Document
+from longchat_cli.documents.package import Allowance, Refused
+from longchat_cli.documents.text import require_text
+from longchat_cli.errors import BadInput
+
+_W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
+_OLE = b"\xd0\xcf\x11\xe0"
+_BODY = "word/document.xml"
+_NOTES = {"word/footnotes.xml": "footnote", "word/endnotes.xml": "endnote"}
+
+
+def parse(name: str, data: bytes) -> Document:
+    """A .docx file's bytes to a Document. Raises BadInput: damaged, encrypted, over the limits of `package`.
+
+    Inserted text is read, deleted text is not.
+    """
+    if data.startswith(_OLE):
+        raise BadInput(f"{name} cannot be read", "protected by a password, or an old .doc file")
+    builder = Builder()
+    try:
+        with package.open_zip(data) as archive:
+            _write(archive, builder)
+    except Refused as error:
+        raise BadInput(f"{name} cannot be read", str(error)) from error
+    return require_text(Document(name, builder.text, "docx", marks=tuple(builder.marks)))
+
+
+def _write(archive: ZipFile, builder: Builder) -> None:
+    members = {member.filename: member for member in archive.infolist()}
+    allowance = Allowance()
+
+    def part(path: str) -> markup.Element:
+        try:
+            return markup.xml_tree(package.read_zipped(archive, members[path], allowance))
+        except ValueError as error:
+            raise Refused(f"damaged ({path}: {error})") from error
+
+    if _BODY not in members:
+        raise Refused(f"damaged ({_BODY} is missing)")
+    headings = _headings(part("word/styles.xml")) if "word/styles.xml" in members else set()
+    _Flow(builder, headings).write(part(_BODY))
+    for path, kind in _NOTES.items():
+        if path in members:
+            for note in part(path).iterchildren(_W + kind):
+                if note.get(_W + "type") is None:  # the others are separator lines
+                    _Flow(builder, set(), f"{kind} {note.get(_W + 'id')}").write(note)
+
+
+def _headings(styles: markup.Element) -> set[str]:
+    """Ids of the styles that are headings; ids are translated, names are not."""
+    return {
+        str(style.get(_W + "styleId"))
+        for style in styles.iter(_W + "style")
+        for name in style.iterchildren(_W + "name")
+        if str(name.get(_W + "val")).lower().startswith(("heading", "title"))
+    }
+
+
+class _Flow:
+    """Writes one flow of paragraphs. `place` stands for paragraph numbers where there are none."""
+
+    def __init__(self, builder: Builder, headings: set[str], place: str = "") -> None:
+        self._builder, self._headings, self._fixed = builder, headings, place
+        self._number, self._line, self._heading, self._place = 0, 1, "", place
+
+    def write(self, root: markup.Element) -> None:
+        """Write all text below `root`."""
+        walk = etree.iterwalk(root, events=("start", "end"))
+        tables = 0
+        for event, node in walk:
+            kind = str(node.tag).removeprefix(_W)
+            tables += (kind == "tbl") * (1 if event == "start" else -1)
+            if event == "start" and node.tag == _FALLBACK:  # says again what its alternative says
+                walk.skip_subtree()
+            elif kind == "p":
+                if event == "start":
+                    self._begin(node)
+                self._builder.separate(" " if tables else "\n\n")
+            elif kind in _SEPARATORS:
+                self._builder.separate(_SEPARATORS[kind])
+            elif event == "start" and kind == "t":
+                self._add(node.text or "")
+            elif event == "start" and kind in _SIGNS and node.getparent().tag == _W + "r":
+                self._add(_SIGNS[kind])
+
+    def _add(self, text: str) -> None:
+        self._builder.verbatim(text, self._line, self._place)
+        self._line += text.count("\n")
+
+    def _begin(self, paragraph: markup.Element) -> None:
+        self._number, self._line = self._number + 1, 1
+        style = next(paragraph.iter(_W + "pStyle"), None)
+        if style is not None and style.get(_W + "val") in self._headings:
+            self._heading = " ".join("".join(_texts(paragraph)).split())
+        under = f" ({self._heading})" if self._heading else ""
+        self._place = self._fixed or f"paragraph {self._number}{under}"
+
+
+def _texts(paragraph: markup.Element) -> Iterator[str]:
+    return (node.text or "" for node in paragraph.iter(_W + "t"))
+
+
+_SIGNS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
+_SEPARATORS = {"tc": "\t", "tr": "\n", "tbl": "\n\n"}

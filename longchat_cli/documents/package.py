@@ -1,0 +1,106 @@
+"""Unpacking with limits: what an archive, book or office file may unpack to before it is refused."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import struct
+import tarfile
+import zipfile
+import zlib
+from io import BytesIO
+from typing import IO
+
+from longchat_cli.config import format_bytes
+
+MAX_MEMBER = 64 << 20
+MAX_TOTAL = 256 << 20
+MAX_MEMBERS = 10_000
+MAX_DEPTH = 3
+MAX_RATIO = 200
+"""Bytes unpacked per byte packed; text stays far below."""
+_UNSUSPICIOUS = 1 << 20
+"""Bytes that may be unpacked at any ratio: a short run of blanks packs well."""
+
+DAMAGE = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, tarfile.TarError, struct.error,
+    EOFError, OSError, ValueError, OverflowError, IndexError, KeyError, AttributeError,
+)  # fmt: skip
+"""What the standard library raises on damaged archives."""
+_STREAMS = {b"\x1f\x8b": gzip.GzipFile, b"BZh": bz2.BZ2File, b"\xfd7zXZ\0": lzma.LZMAFile}
+
+
+class Refused(Exception):
+    """A member is not unpacked; the message is the reason."""
+
+
+class Exhausted(Refused):
+    """Nothing more of the archive is unpacked."""
+
+
+class Allowance:
+    """What may still be unpacked of one outermost file, whatever is nested in it."""
+
+    def __init__(self) -> None:
+        self._members, self._bytes = 0, 0
+
+    def enter(self) -> None:
+        """Count a member. Raises Exhausted."""
+        self._members += 1
+        if self._members > MAX_MEMBERS:
+            raise Exhausted(f"more than {MAX_MEMBERS:,} files in the archive")
+
+    def read(self, stream: IO[bytes], packed: int, most: int = MAX_MEMBER) -> bytes:
+        """Read `stream`, unpacked from `packed` bytes, to its end. Raises Refused, Exhausted, and DAMAGE.
+
+        Sizes that an archive states are not believed.
+        """
+        ratio = max(packed * MAX_RATIO, _UNSUSPICIOUS)
+        left = MAX_TOTAL - self._bytes
+        data = stream.read(min(most, ratio, left) + 1)
+        self._bytes += len(data)
+        if len(data) > left:
+            raise Exhausted(f"the archive unpacks to more than {format_bytes(MAX_TOTAL)}")
+        if len(data) > ratio:
+            raise Refused(f"unpacks to more than {MAX_RATIO} times its size, as a bomb does")
+        if len(data) > most:
+            raise Refused(f"too large unpacked (limit {format_bytes(most)})")
+        return data
+
+
+def open_zip(data: bytes) -> zipfile.ZipFile:
+    """The zip file in memory. Raises Refused when its directory is damaged."""
+    try:
+        return zipfile.ZipFile(BytesIO(data))
+    except DAMAGE as error:
+        raise Refused(f"damaged ({_first_line(error)})") from error
+
+
+def read_zipped(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowance) -> bytes:
+    """A member's bytes. Raises Refused: encrypted, damaged, over a limit."""
+    if member.flag_bits & 1:
+        raise Refused("protected by a password")
+    try:
+        with archive.open(member) as stream:
+            return allowance.read(stream, member.compress_size)
+    except NotImplementedError as error:
+        raise Refused("packed by an unknown method") from error
+    except DAMAGE as error:
+        raise Refused(f"damaged ({_first_line(error)})") from error
+
+
+def unpacked(data: bytes, allowance: Allowance) -> bytes:
+    """The content of a .gz, .bz2 or .xz file; other data as it is. Raises Refused."""
+    kind = next((kind for start, kind in _STREAMS.items() if data.startswith(start)), None)
+    if kind is None:
+        return data
+    try:
+        with kind(BytesIO(data)) as stream:
+            return allowance.read(stream, len(data), MAX_TOTAL)
+    except DAMAGE as error:
+        raise Refused(f"damaged ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
