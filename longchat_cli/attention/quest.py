@@ -20,7 +20,11 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class Quest(Method):
-    """Quest section 3; pages are chosen per KV head, in decoding alone."""
+    """Quest section 3; pages are chosen per KV head, in decoding alone.
+
+    The paper has no grouped queries. On the default model the mean of a group's scores reads better than the
+    maximum: perplexity 40.1 against 42.2 of 120 tokens after 5,800 of a book, --budget 512 (all keys: 37.1).
+    """
 
     summary = "Quest: each step reads the pages of keys that its query can match"
     keeps = "every token, and the bounds of every --page keys"
@@ -30,7 +34,7 @@ class Quest(Method):
     budget: int = option(1024, "tokens read per step, in whole pages", low=1, budget=1)
     page: int = option(16, "tokens per page", low=1)
     dense: int = option(2, "first layers that always read everything", low=0)
-    heads: str = option("max", "how a KV head's query heads join", choices=("max", "mean"))
+    heads: str = option("mean", "how a KV head's query heads join", choices=("mean", "max"))
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> FullLayer:
         return FullLayer(self, rope) if index < self.dense else QuestLayer(self, rope)
