@@ -15,22 +15,23 @@ import click
 
 from longchat_cli import __version__
 from longchat_cli.attention import METHODS, method_class
-from longchat_cli.errors import UsageError
+from longchat_cli.errors import InputsSkipped, UsageError
 from longchat_cli.terminal import Console, Interrupts, is_tty, open_output
 
 if TYPE_CHECKING:
     from longchat_cli.ask import Answer, MakeFinder, Open, Request
-    from longchat_cli.documents import Collection
+    from longchat_cli.documents import Collection, Options
 
 EPILOG = """\b
 Exit codes:
   0 ok                                74 input or output failed, disk full
   1 other                             75 out of memory
   2 usage                             78 configuration
-  3 context overflow refused         129 terminal closed (SIGHUP)
- 65 bad input data                   130 interrupted (Ctrl-C)
- 66 input missing, model unknown     141 reader went away (pipe closed)
- 69 model unavailable                143 terminated
+  3 context overflow, over budget    129 terminal closed (SIGHUP)
+  4 inputs skipped under --strict    130 interrupted (Ctrl-C)
+ 65 bad input data                   141 reader went away (pipe closed)
+ 66 input missing, model unknown     143 terminated
+ 69 model unavailable
  73 output cannot be created
 
 \b
@@ -39,6 +40,8 @@ LONGCHAT_MODEL for every command. The command line wins over LONGCHAT_ASK_MODEL,
 that over LONGCHAT_MODEL, that over the default.
 """
 CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer was cut at --max-tokens"}
+MOST = 5
+"""Notices of one kind that are shown before the rest is counted."""
 GLOBAL_OPTIONS = ("debug", "offline", "verbose", "quiet")
 
 
@@ -283,6 +286,22 @@ def sampling_options(temperature: float, top_p: float, max_tokens: int) -> Decor
     )
 
 
+reading_options = _stack(
+    click.option(
+        "--include", multiple=True, metavar="GLOB", help="Of folders and archives only these; repeatable."
+    ),
+    click.option(
+        "--exclude", multiple=True, metavar="GLOB", help="Of folders and archives not these; repeatable."
+    ),
+    click.option(
+        "--boilerplate",
+        default="drop",
+        show_default=True,
+        type=Name(["drop", "keep"]),
+        help="Licences, navigation, running heads.",
+    ),
+    click.option("--strict", is_flag=True, help="Exit 4 when anything had to be skipped."),
+)
 SAMPLERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
 MODEL = ("model", "device", "dtype", "quantize", "kernel", "compile")
 
@@ -364,6 +383,7 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
 @click.option("--output", "-o", metavar="FILE", help="Write the answer to FILE, atomically.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per question, a line each.")
 @click.option("--show-prompt", is_flag=True, help="Print the prompt on stderr, control tokens marked.")
+@reading_options
 @model_options
 @sampling_options(temperature=0.0, top_p=1.0, max_tokens=256)
 def ask(
@@ -387,7 +407,8 @@ def ask(
     names, asked = split_arguments(words, questions, is_tty(sys.stdin))
     sampling = Sampling(**_take(params, SAMPLERS))
     request = Request(tuple(asked), params["system"], method, method_options, params["overflow"], sampling)
-    collection = _read(names, console)
+    collection = _read(names, console, _options(params))
+    _require_all(collection, params["strict"])
     opener = _opener(_take(params, MODEL), console)
     _answer_all(opener, collection, request, console, output, as_json, params["show_prompt"])
 
@@ -431,6 +452,36 @@ def _ending(answer: Answer, last: bool) -> str:
     """A newline behind the answer, and an empty line between two."""
     end = "" if answer.answer.endswith("\n") else "\n"
     return end if last else end + "\n"
+
+
+@cli.command("inspect")
+@click.argument("names", nargs=-1, metavar="DOC...", required=True)
+@click.option("--model", metavar="NAME", help="Whose tokens are counted. [default: smollm2, see `models`]")
+@click.option("--token-budget", type=Size(), metavar="N", help="Exit 3 when there are more tokens.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@reading_options
+def inspect(
+    names: tuple[str, ...], model: str | None, token_budget: int | None, as_json: bool, **params: Any
+) -> None:
+    """What would be read of files, folders, archives: tokens, encodings, skips and why, memory.
+
+    The model's tokenizer counts; its weights are not loaded.
+    """
+    from longchat_cli import documents, inspection
+    from longchat_cli.models import load
+    from longchat_cli.tokens import Tokenizer
+
+    console = _console()
+    collection = documents.read(names, stdin=sys.stdin.buffer, options=_options(params))
+    ready = load.find(model, console.notice)
+    tokenizer = Tokenizer.from_dir(ready.path)
+    with console.progress("counting") as bar:
+        report = inspection.inspect(
+            collection, ready.name, ready.window, ready.config, lambda text: len(tokenizer.encode(text)), bar
+        )
+    click.echo(json.dumps(report, ensure_ascii=False, indent=2) if as_json else inspection.show(report))
+    _require_all(collection, params["strict"])
+    inspection.require_budget(report, token_budget)
 
 
 @cli.command("methods")
@@ -691,19 +742,34 @@ def _take(params: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: params[name] for name in names}
 
 
-def _read(names: Sequence[str], console: Console) -> Collection:
+def _options(params: dict[str, Any]) -> Options:
+    from longchat_cli.documents import Options
+
+    return Options(**_take(params, ("boilerplate", "include", "exclude")))
+
+
+def _read(names: Sequence[str], console: Console, options: Options | None = None) -> Collection:
     """The documents, with a notice of what was skipped or changed."""
     from longchat_cli import documents
 
-    collection = documents.read(names, stdin=sys.stdin.buffer)
-    for document in collection.documents:
-        for note in document.notes:
-            console.notice(f"{document.name}: {note}")
+    collection = documents.read(names, stdin=sys.stdin.buffer, options=options)
+    notes = [f"{document.name}: {note}" for document in collection.documents for note in document.notes]
+    for note in notes[:MOST]:
+        console.notice(note)
+    if len(notes) > MOST:
+        console.notice(f"and {len(notes) - MOST} more such notes: `longchat inspect` lists all")
     if collection.skips:
-        shown = ", ".join(f"{skip.name} ({skip.reason})" for skip in collection.skips[:5])
-        more = len(collection.skips) - 5
+        shown = ", ".join(f"{skip.name} ({skip.reason})" for skip in collection.skips[:MOST])
+        more = len(collection.skips) - MOST
         console.notice(f"skipped {shown}{f' and {more} more' if more > 0 else ''}")
     return collection
+
+
+def _require_all(collection: Collection, strict: bool) -> None:
+    if strict and collection.skips:
+        first, count = collection.skips[0], len(collection.skips)
+        what = f"{count} input{'s were' if count > 1 else ' was'} skipped"
+        raise InputsSkipped(what, f"{first.name}: {first.reason}", "leave --strict out to go on without")
 
 
 def _opener(settings: dict[str, Any], console: Console) -> Open:

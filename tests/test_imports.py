@@ -25,7 +25,7 @@ LAYERS = [
     {"attention"},
     {"tokens", "prompt", "prose", "documents", "models", "state", "engine"},
     {"local", "recall"},
-    {"ask", "chat", "evaluation", "doctor"},
+    {"ask", "chat", "evaluation", "doctor", "inspection"},
     {"repl"},
     {"cli", "__main__"},
 ]
@@ -34,8 +34,8 @@ LAYERS = [
 LIGHT = [
     "errors", "config", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
-    "repl", "cli", "__main__", "__init__", "evaluation.facts", "evaluation.lines", "recall.lexical",
-    "recall.passages",
+    "inspection", "models.memory", "repl", "cli", "__main__", "__init__", "evaluation.facts",
+    "evaluation.lines", "recall.lexical", "recall.passages",
 ]  # fmt: skip
 """Modules that import neither torch nor transformers at module level."""
 

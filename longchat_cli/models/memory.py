@@ -1,0 +1,28 @@
+"""What keys and values weigh, from a model's config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BYTES_PER_VALUE = 2
+"""bfloat16 and float16."""
+
+
+def kv_bytes(config: Mapping[str, Any], tokens: int) -> int:
+    """Bytes of the keys and values of `tokens` tokens: layers x KV heads x head size x 2 (key and value) x 2.
+
+    A layer of sliding attention holds its window at most; layers without attention hold none.
+    """
+    text = config.get("text_config") or config
+    layers = _first(text, "num_hidden_layers", "n_layer")
+    heads = _first(text, "num_attention_heads", "n_head")
+    size = text.get("head_dim") or _first(text, "hidden_size", "n_embd") // heads
+    per_token = (text.get("num_key_value_heads") or heads) * size * 2 * BYTES_PER_VALUE
+    held = {"full_attention": tokens, "sliding_attention": min(tokens, text.get("sliding_window") or tokens)}
+    kinds = text.get("layer_types") or ["full_attention"] * layers
+    return per_token * sum(held.get(kind, 0) for kind in kinds)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    return int(next(config[name] for name in names if config.get(name)))
