@@ -277,6 +277,8 @@ class _Session:
                 self.show(self.engine, prompt)
             if index:
                 self.engine.restore(mark)
+            if prompt is prompts[-1]:
+                mark = None  # it would hold what the method gives up while it answers
             reading += self._read(prompt.ids[shared:], method)
             yield self._generate(
                 question, prompt, method, reused=shared if index else 0, timings={"prefill_s": reading}
