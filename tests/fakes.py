@@ -40,6 +40,7 @@ class FakeEngine:
         self.ids: list[int] = []
         self.read = 0
         self.failure: Exception | None = None
+        self.static = None
         self.reply: Callable[[str], str] = lambda said: f"You said: {said}"
 
     def count(self, text: str) -> int:
@@ -132,7 +133,7 @@ class Opener:
 def install(opener: Opener, patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let the command line use the fake."""
     local = importlib.import_module("longchat_cli.local")
-    patch(local, "open_engine", lambda model, method, options, *rest: opener(method, options))
+    patch(local, "open_engine", lambda model, method, options, **rest: opener(method, options))
     patch(local, "with_method", lambda engine, method, options=None: opener(method, options or {}))
 
 
