@@ -89,7 +89,8 @@ class Writer:
             if event != "end":
                 line = node.sourceline or line  # where the tag or comment ends
             if event == "start":
-                place = (places or {}).get(node.get("id") or node.get("name") or "", place)
+                anchor = node.get("id") or node.get("name")
+                place = places.get(anchor, place) if places and anchor else place
                 self._separate(tag)
                 if _is_navigation(tag, node, articles):
                     opened.append((node, self.builder.length))

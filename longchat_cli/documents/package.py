@@ -9,8 +9,9 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Callable
 from io import BytesIO
-from typing import IO
+from typing import IO, Any
 
 from longchat_cli.config import format_bytes
 
@@ -28,7 +29,11 @@ DAMAGE = (
     EOFError, OSError, ValueError, OverflowError, IndexError, KeyError, AttributeError,
 )  # fmt: skip
 """What the standard library raises on damaged archives."""
-_STREAMS = {b"\x1f\x8b": gzip.GzipFile, b"BZh": bz2.BZ2File, b"\xfd7zXZ\0": lzma.LZMAFile}
+_STREAMS: dict[bytes, Callable[..., Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+}
 
 
 class Refused(Exception):
@@ -92,11 +97,11 @@ def read_zipped(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Al
 
 def unpacked(data: bytes, allowance: Allowance) -> bytes:
     """The content of a .gz, .bz2 or .xz file; other data as it is. Raises Refused."""
-    kind = next((kind for start, kind in _STREAMS.items() if data.startswith(start)), None)
-    if kind is None:
+    opener = next((opener for start, opener in _STREAMS.items() if data.startswith(start)), None)
+    if opener is None:
         return data
     try:
-        with kind(BytesIO(data)) as stream:
+        with opener(BytesIO(data)) as stream:
             return allowance.read(stream, len(data), MAX_TOTAL)
     except DAMAGE as error:
         raise Refused(f"damaged ({_first_line(error)})") from error

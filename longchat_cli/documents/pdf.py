@@ -17,7 +17,8 @@ from longchat_cli.documents.document import Cut, Document, Skip
 from longchat_cli.documents.text import clean
 from longchat_cli.errors import BadInput
 
-_HEADS = 3
+_HEADS = "running heads"
+_SHARING = 3
 """Pages that must share a first or last line before it counts as a running head."""
 
 
@@ -43,11 +44,16 @@ def parse(name: str, data: bytes) -> Document:
     heads = _running_heads(list(texts.values()))
     for number, text in texts.items():
         builder.separate("\n\n")
+        first, last = _edges(text)
         for row, line in enumerate(text.split("\n"), 1):
-            begin = builder.length
+            before = builder.length
             builder.verbatim(line, row, f"page {number}")
-            if _pattern(line) in heads and row in _edges(text):
-                cuts.append(Cut(begin, builder.length, "running heads"))
+            if row in (first, last) and _pattern(line) in heads:
+                end = builder.length
+                # With the line break that parts it from the rest of the page.
+                cuts.append(
+                    Cut(before, end, _HEADS) if row == last else Cut(end - len(line), end + 1, _HEADS)
+                )
             builder.separate("\n")
     return Document(name, builder.text, "pdf", marks=tuple(builder.marks), cuts=tuple(cuts), missing=missing)
 
@@ -85,13 +91,13 @@ def _running_heads(texts: Sequence[str]) -> set[str]:
         for pattern in {_pattern(text.split("\n")[row - 1]) for row in _edges(text)}
         if pattern
     )
-    return {pattern for pattern, count in counts.items() if count >= max(_HEADS, len(texts) / 4)}
+    return {pattern for pattern, count in counts.items() if count >= max(_SHARING, len(texts) / 4)}
 
 
-def _edges(text: str) -> set[int]:
+def _edges(text: str) -> tuple[int, int]:
     """Numbers of the first and last line that are not blank."""
     rows = [row for row, line in enumerate(text.split("\n"), 1) if line.strip()]
-    return {rows[0], rows[-1]}
+    return rows[0], rows[-1]
 
 
 def _pattern(line: str) -> str:
