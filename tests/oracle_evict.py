@@ -154,7 +154,30 @@ class TOVA:
         return self.after_step(text, end - 1, kept)
 
 
-def converse(text: Text, turns: Turns, rule: SnapKV | H2O | TOVA) -> tuple[Tensor, list[Kept]]:
+class KeyDiff:
+    """The B entries whose keys have the smallest cosine with the mean of the keys at length one."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+
+    def saw(self, text: Text, t: int, kept: Kept) -> None:
+        pass
+
+    def after_step(self, text: Text, t: int, kept: Kept) -> Kept:
+        return kept
+
+    def after_prompt(self, text: Text, first: int, end: int, kept: Kept) -> Kept:
+        return [self.choose(text.k[group], positions) for group, positions in enumerate(kept)]
+
+    def choose(self, keys: Tensor, positions: list[int]) -> list[int]:
+        if len(positions) <= self.budget:
+            return positions
+        anchor = sum(keys[j] / keys[j].norm() for j in positions) / len(positions)
+        cosines = {j: float(keys[j] @ anchor / (keys[j].norm() * anchor.norm())) for j in positions}
+        return highest({j: -cosine for j, cosine in cosines.items()}, self.budget)
+
+
+def converse(text: Text, turns: Turns, rule: SnapKV | H2O | TOVA | KeyDiff) -> tuple[Tensor, list[Kept]]:
     """Outputs [heads, L, dim], and what each KV head has after each turn.
 
     A prompt is read with full attention over what is there. When its first token is decoded, the rule evicts.

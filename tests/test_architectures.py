@@ -45,6 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "pyramidkv": {"budget": 12, "window": 4},
     "h2o": {"budget": 12},
     "tova": {"budget": 12},
+    "keydiff": {"budget": 12},
     "quest": {"budget": 12, "page": 4, "dense": 0},
     "pyramidinfer": {"ratio": 0.5, "recent": 0.1, "least": 3},
 }
@@ -71,6 +72,7 @@ UNDEFINED: dict[tuple[str, str], str] = {
     ("pyramidkv", DECODE): "decoding evicts, reading does not",
     ("h2o", DECODE): "decoding evicts, reading does not",
     ("tova", DECODE): "decoding evicts, reading does not",
+    ("keydiff", DECODE): "decoding evicts, reading does not",
     ("quest", DECODE): "decoding reads the pages it chooses, reading sees everything",
     ("pyramidinfer", CHUNKS): "each call prunes its own rows by its own last queries",
     ("pyramidinfer", DECODE): "decoding appends, reading prunes",

@@ -13,7 +13,7 @@ import oracle_evict
 import pytest
 import tiny
 import torch
-from oracle_evict import H2O, TOVA, SnapKV, Text
+from oracle_evict import H2O, TOVA, KeyDiff, SnapKV, Text
 from test_methods import assert_close, case, layer_of, rope_of, run, splits, tensors  # noqa: F401
 from torch import Tensor
 
@@ -46,14 +46,17 @@ EVICTING: dict[str, tuple[str, dict[str, Any]]] = {
     "h2o-odd": ("h2o", {"budget": 7}),
     "tova": ("tova", {"budget": 12}),
     "tova-head": ("tova", {"budget": 9, "share": "head"}),
+    "keydiff": ("keydiff", {"budget": 12}),
 }
 
 
-def rule_of(name: str, options: dict[str, Any]) -> SnapKV | H2O | TOVA:
+def rule_of(name: str, options: dict[str, Any]) -> SnapKV | H2O | TOVA | KeyDiff:
     if name == "h2o":
         return H2O(options["budget"])
     if name == "tova":
         return TOVA(options["budget"], options.get("share", "layer"))
+    if name == "keydiff":
+        return KeyDiff(options["budget"])
     snap = {"window": 32, "pool": 7, "pooling": "max", "heads": "mean"}
     return SnapKV(**{**snap, **{name: value for name, value in options.items() if name != "beta"}})
 
@@ -90,10 +93,10 @@ def rotated(turn: oracle.Turn, *shape: int, seed: int = 0) -> tuple[tuple[Tensor
     return (q, k, v), (turn(q, range(q.shape[1])).float(), turn(k, range(q.shape[1])).float(), v)
 
 
-# --- snapkv, h2o, tova: the published rules
+# --- snapkv, h2o, tova, keydiff: the published rules
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "tova"])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "tova", "keydiff"])
 def test_evicting_equals_the_published_rule(case, name):  # noqa: F811
     """Outputs and kept positions over two turns, however the prompts are chunked."""
     _equals_the_rule(*case, name)
@@ -133,7 +136,7 @@ EDGES: dict[str, tuple[oracle_evict.Turns, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "tova"])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "tova", "keydiff"])
 @pytest.mark.parametrize("edge", EDGES)
 def test_evicting_at_the_edges(edge, name):
     turns, options, extra = EDGES[edge]
@@ -160,7 +163,7 @@ def test_what_shapes_logits_changes_what_stays(name, extra):
     assert with_it != without
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "h2o", "tova"])
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "h2o", "tova", "keydiff"])
 @pytest.mark.parametrize("budget", [54, 1024])
 def test_within_the_budget_nothing_is_evicted(name, budget):
     (q, k, v), turned = rotated(HALF, 6, 2, 16, 54)
@@ -176,6 +179,19 @@ def test_every_kv_head_chooses_for_itself():
     for name, options in EVICTING.values():
         _, held = talk(layer_of(name, options, HALF), *turned, TALK, 99)
         assert (held[0][0] == held[0][1]) == (name == "tova" and "share" not in options)
+
+
+# --- keydiff
+
+
+def test_keydiff_keeps_the_unlike_whatever_their_lengths():
+    """Long and short keys of one direction, and two of others among them, which stay, wherever they are."""
+    keys = torch.eye(16)[[0] * 20] * torch.logspace(-3, 3, 20)[:, None]
+    keys[[7, 15]] = torch.eye(16)[[3, 5]]
+    layer = layer_of("keydiff", {"budget": 2}, oracle.Turn(0))
+    rows = torch.stack([keys, keys.flip(0)])
+    _, held = talk(layer, rows, rows, torch.randn(2, 20, 16), [(19, 1)], 99)
+    assert held == [[[7, 15, 19], [4, 12, 19]]]
 
 
 # --- pyramidkv
@@ -281,7 +297,7 @@ def bytes_held(layer: Layer) -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in layer.held()}.values())
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "h2o", "tova"])
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "h2o", "tova", "keydiff"])
 def test_eviction_frees_memory(name):
     _, turned = rotated(HALF, 4, 2, 16, 1000)
     layer = layer_of(name, {"budget": 64}, HALF)
@@ -299,7 +315,7 @@ def test_eviction_frees_memory(name):
     talk(layer, *turned, [(0, 40)], 300)
     assert prompt() is None
     assert bytes_held(layer) <= (64 + 40 + 400) * entry
-    grows = name in ("snapkv", "pyramidkv")
+    grows = name in ("snapkv", "pyramidkv", "keydiff")
     assert layer.visible() == 64 + 40 * grows
 
 
@@ -358,7 +374,7 @@ def hf(architecture: str = "llama") -> HFDecoder:
 
 DECODERS = {"lean": lean, "transformers": hf}
 CELLS = [
-    *(EVICTING[name] for name in ("snapkv", "h2o", "tova")),
+    *(EVICTING[name] for name in ("snapkv", "h2o", "tova", "keydiff")),
     ("pyramidkv", {"budget": 14, "window": 4}),
     ("sink++", {"sinks": 3, "window": 9, "stride": 4}),
     ("lm-infinite", {"sinks": 3, "window": 9}),
@@ -537,7 +553,7 @@ def test_chats_do_not_depend_on_chunks(engine_of, name, options):
         assert covered == parts.coverage()
         assert covered.seen == len(whole.engine.ids)
         if "budget" in options:
-            grows = 6 if name in ("snapkv", "pyramidkv") else 0
+            grows = 6 if name in ("snapkv", "pyramidkv", "keydiff") else 0
             assert covered.visible <= options["budget"] + grows < covered.seen
 
 

@@ -24,6 +24,7 @@ METHODS: dict[str, str] = {
     "pyramidkv": "pyramidkv:PyramidKV",
     "h2o": "h2o:H2O",
     "tova": "tova:TOVA",
+    "keydiff": "keydiff:KeyDiff",
     "quest": "quest:Quest",
     "minference": "minference:MInference",
     "pyramidinfer": "pyramidinfer:PyramidInfer",
