@@ -67,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--book", help="a text file for slow checks on real prose")
+    parser.addoption("--fuzz", type=int, default=2000, help="mutated documents that a slow check reads")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import stat
 import tarfile
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
 from pathlib import PurePosixPath
 from typing import Any
@@ -16,10 +16,8 @@ from longchat_cli.documents.member import Options, order, read_member
 from longchat_cli.documents.names import printable
 from longchat_cli.documents.package import Allowance, Exhausted, Refused
 
-_LINK = "link, not followed"
-_SPECIAL = "not a regular file"
-Entry = tuple[str, bytes | Refused]
-"""(path in the archive, content or why there is none)."""
+Entry = tuple[str, Callable[[], bytes]]
+"""(path in the archive, what reads the content or raises Refused)."""
 
 
 def read_archive(name: str, data: bytes, options: Options) -> Collection:
@@ -44,46 +42,48 @@ class _Reader:
     def read(self, root: PurePosixPath, data: bytes, depth: int) -> None:
         """Read the archive `data`, whose files are called `root`/path."""
         try:
-            for path, content in self._entries(root, data):
-                self._take(root / path, content, depth)
+            for path, load in self._entries(root, data):
+                self._allowance.enter()
+                if {".git", "__MACOSX"} & set(PurePosixPath(path).parts):
+                    continue
+                if self._options.leaves_out(path):
+                    self.ignored += 1
+                else:
+                    self._take(root / path.lstrip("/"), load, depth)
         except Refused as error:
             self.skips.append(Skip(printable(root), str(error)))
 
-    def _take(self, path: PurePosixPath, content: bytes | Refused, depth: int) -> None:
+    def _take(self, path: PurePosixPath, load: Callable[[], bytes], depth: int) -> None:
         name = printable(path)
-        if isinstance(content, Refused):
-            self.skips.append(Skip(name, str(content)))
-        elif formats.is_archive(name, content):
-            if depth == package.MAX_DEPTH:
-                self.skips.append(Skip(name, f"archives nested more than {package.MAX_DEPTH} deep"))
-            else:
-                self.read(path, content, depth + 1)
+        try:
+            if ".." in path.parts:
+                raise Refused("its path leads out of the archive")
+            content = load()
+            nested = formats.is_archive(name, content)
+            if nested and depth == package.MAX_DEPTH:
+                raise Refused(f"archives nested more than {package.MAX_DEPTH} deep")
+        except Exhausted:
+            raise
+        except Refused as error:
+            self.skips.append(Skip(name, str(error)))
+            return
+        if nested:
+            self.read(path, content, depth + 1)
+            return
+        result = read_member(name, content, self._options)
+        if isinstance(result, Document):
+            self.documents.append((order(path), result))
         else:
-            result = read_member(name, content, self._options)
-            if isinstance(result, Document):
-                self.documents.append((order(path), result))
-            else:
-                self.skips.append(result)
+            self.skips.append(result)
 
     def _entries(self, root: PurePosixPath, data: bytes) -> Iterator[Entry]:
         """Raises Refused when the archive cannot be read (on)."""
         data = package.unpacked(data, self._allowance)
         if data.startswith(b"PK"):
-            entries = self._zipped(data)
-        elif _is_tar(data):
-            entries = self._taped(data)
-        else:
-            entries = iter([(root.stem, data)])
-        for path, content in entries:
-            self._allowance.enter()
-            if ".git" in PurePosixPath(path).parts or "__MACOSX" in PurePosixPath(path).parts:
-                continue
-            if self._options.leaves_out(path):
-                self.ignored += 1
-            elif _escapes(path):
-                yield path.replace("..", "").strip("/") or "?", Refused("its path leads out of the archive")
-            else:
-                yield path, content
+            return self._zipped(data)
+        if data[257:262] == b"ustar":
+            return self._taped(data)
+        return iter([(root.stem, lambda: data)])
 
     def _zipped(self, data: bytes) -> Iterator[Entry]:
         with package.open_zip(data) as archive:
@@ -91,39 +91,24 @@ class _Reader:
                 kind = stat.S_IFMT(member.external_attr >> 16)
                 if member.is_dir():
                     continue
-                if kind not in (0, stat.S_IFREG):
-                    yield member.filename, Refused(_LINK if kind == stat.S_IFLNK else _SPECIAL)
-                    continue
-                yield member.filename, self._content(archive, member)
-
-    def _content(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | Refused:
-        try:
-            return package.read_zipped(archive, member, self._allowance)
-        except Exhausted:
-            raise
-        except Refused as error:
-            return error
+                if kind in (0, stat.S_IFREG):
+                    yield member.filename, partial(package.read_zipped, archive, member, self._allowance)
+                else:
+                    yield member.filename, partial(_refuse, kind == stat.S_IFLNK)
 
     def _taped(self, data: bytes) -> Iterator[Entry]:
-        try:
-            with tarfile.open(fileobj=BytesIO(data), mode="r:", errorlevel=0) as archive:
-                for member in archive:
-                    if member.isdir():
-                        continue
-                    stream = archive.extractfile(member) if member.isreg() else None
-                    if stream is None:
-                        linked = member.issym() or member.islnk()
-                        yield member.name, Refused(_LINK if linked else _SPECIAL)
-                    else:
-                        yield member.name, self._allowance.read(stream, len(data))
-        except package.DAMAGE as error:
-            raise Refused(f"damaged from here on ({error})") from error
+        with (
+            package.damage("damaged from here on"),
+            tarfile.open(fileobj=BytesIO(data), mode="r:") as archive,
+        ):
+            for member in archive:
+                if member.isdir():
+                    continue
+                if member.isreg():
+                    yield member.name, partial(package.read_taped, archive, member, self._allowance)
+                else:
+                    yield member.name, partial(_refuse, member.issym() or member.islnk())
 
 
-def _is_tar(data: bytes) -> bool:
-    return data[257:262] == b"ustar"
-
-
-def _escapes(path: str) -> bool:
-    parts = PurePosixPath(path.replace("\\", "/")).parts
-    return ".." in parts or path.startswith(("/", "\\")) or path[1:2] == ":"
+def _refuse(linked: bool) -> bytes:
+    raise Refused("link, not followed" if linked else "not a regular file")

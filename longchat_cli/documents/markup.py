@@ -31,7 +31,7 @@ def html_tree(text: str) -> Element | None:
     parser = etree.HTMLParser(encoding="utf-8", huge_tree=True, no_network=True)
     root = etree.fromstring(text.encode("utf-8", "replace"), parser)
     if any("depth" in error.message for error in parser.error_log):
-        raise ValueError("elements nested more than 2,000 deep")
+        raise ValueError("elements nested more than 2,048 deep")
     return root
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import lzma
 import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from typing import IO, Any
 
@@ -24,12 +25,12 @@ MAX_RATIO = 200
 _UNSUSPICIOUS = 1 << 20
 """Bytes that may be unpacked at any ratio: a short run of blanks packs well."""
 
-DAMAGE = (
-    zipfile.BadZipFile, zlib.error, lzma.LZMAError, tarfile.TarError, struct.error,
-    EOFError, OSError, ValueError, OverflowError, IndexError, KeyError, AttributeError,
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, tarfile.TarError, struct.error, EOFError, OSError,
+    ValueError, OverflowError, IndexError, KeyError, AttributeError, RuntimeError,
 )  # fmt: skip
 """What the standard library raises on damaged archives."""
-_STREAMS: dict[bytes, Callable[..., Any]] = {
+_OPENERS: dict[bytes, Callable[..., Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
@@ -56,8 +57,8 @@ class Allowance:
         if self._members > MAX_MEMBERS:
             raise Exhausted(f"more than {MAX_MEMBERS:,} files in the archive")
 
-    def read(self, stream: IO[bytes], packed: int, most: int = MAX_MEMBER) -> bytes:
-        """Read `stream`, unpacked from `packed` bytes, to its end. Raises Refused, Exhausted, and DAMAGE.
+    def read(self, stream: IO[bytes], packed: int, most: int) -> bytes:
+        """Read `stream`, unpacked from `packed` bytes, to its end; `most` bytes. Raises Refused, Exhausted.
 
         Sizes that an archive states are not believed.
         """
@@ -74,38 +75,43 @@ class Allowance:
         return data
 
 
+@contextlib.contextmanager
+def damage(how: str = "damaged") -> Iterator[None]:
+    """Turn what a damaged archive raises in the body into Refused."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise Refused("packed in an unknown way") from error
+    except _DAMAGE as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise Refused(f"{how} ({line})") from error
+
+
 def open_zip(data: bytes) -> zipfile.ZipFile:
     """The zip file in memory. Raises Refused when its directory is damaged."""
-    try:
+    with damage():
         return zipfile.ZipFile(BytesIO(data))
-    except DAMAGE as error:
-        raise Refused(f"damaged ({_first_line(error)})") from error
 
 
 def read_zipped(archive: zipfile.ZipFile, member: zipfile.ZipInfo, allowance: Allowance) -> bytes:
     """A member's bytes. Raises Refused: encrypted, damaged, over a limit."""
     if member.flag_bits & 1:
         raise Refused("protected by a password")
-    try:
-        with archive.open(member) as stream:
-            return allowance.read(stream, member.compress_size)
-    except NotImplementedError as error:
-        raise Refused("packed by an unknown method") from error
-    except DAMAGE as error:
-        raise Refused(f"damaged ({_first_line(error)})") from error
+    with damage(), archive.open(member) as stream:
+        return allowance.read(stream, member.compress_size, MAX_MEMBER)
+
+
+def read_taped(archive: tarfile.TarFile, member: tarfile.TarInfo, allowance: Allowance) -> bytes:
+    """A regular member's bytes. Raises Refused: damaged, over a limit."""
+    with damage():
+        stream = archive.extractfile(member)
+        return allowance.read(stream, member.size, MAX_MEMBER) if stream else b""
 
 
 def unpacked(data: bytes, allowance: Allowance) -> bytes:
     """The content of a .gz, .bz2 or .xz file; other data as it is. Raises Refused."""
-    opener = next((opener for start, opener in _STREAMS.items() if data.startswith(start)), None)
+    opener = next((opener for start, opener in _OPENERS.items() if data.startswith(start)), None)
     if opener is None:
         return data
-    try:
-        with opener(BytesIO(data)) as stream:
-            return allowance.read(stream, len(data), MAX_TOTAL)
-    except DAMAGE as error:
-        raise Refused(f"damaged ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+    with damage(), opener(BytesIO(data)) as stream:
+        return allowance.read(stream, len(data), MAX_TOTAL)
