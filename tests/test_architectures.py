@@ -5,7 +5,6 @@ A new method joins by its line in the registry. Where an invariant is not define
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -82,12 +81,11 @@ UNDEFINED: dict[tuple[str, str], str] = {
 
 
 def small(name: str) -> Method:
-    """The method under a budget below LENGTH; unknown methods get every large number cut to 8."""
+    """The method under a budget below LENGTH; methods not named as they scale themselves."""
     kind = method_class(name)
     if name in SMALL:
         return kind.build(SMALL[name])
-    large = [f for f in dataclasses.fields(kind) if isinstance(f.default, int) and f.default > 16]
-    return kind.build({field.name: 8 for field in large})
+    return kind.build(kind.at_budget(12, LENGTH))
 
 
 @functools.cache

@@ -130,7 +130,9 @@ LENGTH, PROMPT = 340, 290
 
 
 def cache_of(name: str, kind: str, layers: int = 1, **options: Any) -> Cache:
-    method = method_class(name).build({**OPTIONS.get(name, {}), **options, "kv_dtype": kind})
+    cls = method_class(name)
+    budget = OPTIONS.get(name) or cls.at_budget(200, LENGTH)
+    method = cls.build({**budget, **options, "kv_dtype": kind})
     rope = Rope(default_frequencies(16, 100.0))
     return Cache(method, [method.layer(index, layers, rope) for index in range(layers)])
 

@@ -70,7 +70,8 @@ def info(method: str) -> EngineInfo:
 
 
 def make(decoder: Any, tokenizer: Tokenizer, method: str = "full", chunk: int = 512) -> LocalEngine:
-    built = method_class(method).build(SMALL.get(method, {}))
+    kind = method_class(method)
+    built = kind.build(SMALL.get(method) or kind.at_budget(24, 100))
     return LocalEngine(decoder, tokenizer, built, info(method), chunk)
 
 

@@ -357,7 +357,7 @@ def test_unknown_method_has_a_hint():
 def test_layer_snapshots_leave_no_trace(name):
     """Marks before and after evictions, restored in any order, twice: as if nothing had been."""
     turn = oracle.Turn(8)
-    options = SMALL.get(name, {})
+    options = SMALL.get(name) or method_class(name).at_budget(12, 90)
     q, k, v = (turn(x, range(90)).float() for x in tensors(4, 2, 16, 90))
     noise = tensors(4, 2, 16, 90, seed=5)
 

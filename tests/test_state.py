@@ -34,7 +34,8 @@ ABOUT = {"model": "abc", "options": {"window": 3, "tau": 0.5, "cores": "kv"}}
 
 
 def new_cache(name: str, layers: int = 2, **options: Any) -> Cache:
-    method = method_class(name).build({**OPTIONS.get(name, {}), **options})
+    kind = method_class(name)
+    method = kind.build({**(OPTIONS.get(name) or kind.at_budget(300, 600)), **options})
     rope = Rope(default_frequencies(16, 100.0))
     return Cache(method, [method.layer(index, layers, rope) for index in range(layers)])
 
