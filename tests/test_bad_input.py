@@ -231,7 +231,7 @@ def test_ctrl_c_held_down(place: Path) -> None:
 
 def test_terminated_answer_is_printed_instead_of_its_file(place: Path, tmp_path: Path) -> None:
     process = fake(place, "0.2,0", "ask", "note.txt", "how many sails?", "-o", str(tmp_path / "out.txt"))
-    while not [path for path in tmp_path.iterdir() if path.stat().st_size]:
+    while process.poll() is None and not [path for path in tmp_path.iterdir() if path.stat().st_size]:
         time.sleep(0.05)
     process.terminate()
     out, _ = process.communicate(timeout=30)
