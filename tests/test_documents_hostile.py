@@ -35,12 +35,13 @@ def outcome(name: str, data: bytes) -> str:
         found = documents.read([name])
         shown = "".join(document.text for document in found.documents)
         for document in found.documents:
-            document.locate(0, len(document.text))
+            place = str(document.locate(0, len(document.text)))
+            assert place.isprintable() and place.encode() and document.text.encode()
         result = f"{shown.strip()[:200]}; " + ", ".join(f"{s.name}: {s.reason}" for s in found.skips)
     except LongchatError as error:
         assert isinstance(error, BadInput)
         result = str(error)
-        assert "\n" not in result and len(result) < 400
+        assert result.isprintable() and result.encode() and len(result) < 400
     assert time.process_time() - begun < QUICK
     return result
 
@@ -147,6 +148,8 @@ MANY = dict.fromkeys((f"{n}.txt" for n in range(package.MAX_MEMBERS + 5)), "x")
         ("bad.ipynb", lambda: b'{"cells": [', "bad.ipynb cannot be read: not a notebook, or damaged"),
         ("list.ipynb", lambda: b'{"cells": [[1]]}', "list.ipynb cannot be read: not a notebook, or damaged"),
         ("deep.ipynb", lambda: b"[" * MEBIBYTE, "deep.ipynb cannot be read: not a notebook, or damaged"),
+        ("half.ipynb", lambda: b'{"cells": [{"source": "a\\ud800b"}]}', "a\N{REPLACEMENT CHARACTER}b; "),
+        ("title.docx", lambda: samples.docx(samples.paragraph("a&#x9b;b", "H1")), "ab; "),
         ("deep.json", lambda: b"[" * MEBIBYTE, "[[[["),
         ("deep.html", lambda: b"<div>" * MEBIBYTE + b"x", "elements nested more than 2,048 deep"),
         ("wide.html", lambda: b"<p>" * MEBIBYTE + b"x", "x; "),

@@ -10,6 +10,7 @@ from lxml import etree
 from longchat_cli.documents import markup, package
 from longchat_cli.documents.builder import Builder
 from longchat_cli.documents.document import Document
+from longchat_cli.documents.names import brief, heading
 from longchat_cli.documents.package import Allowance, Refused
 from longchat_cli.documents.text import require_text
 from longchat_cli.errors import BadInput
@@ -45,7 +46,7 @@ def _write(archive: ZipFile, builder: Builder) -> None:
         try:
             return markup.xml_tree(package.read_zipped(archive, members[path], allowance))
         except ValueError as error:
-            raise Refused(f"damaged ({path}: {error})") from error
+            raise Refused(f"damaged ({path}: {brief(error)})") from error
 
     if _BODY not in members:
         raise Refused(f"damaged ({_BODY} is missing)")
@@ -103,7 +104,7 @@ class _Flow:
         self._number, self._line = self._number + 1, 1
         style = next(paragraph.iter(_W + "pStyle"), None)
         if style is not None and style.get(_W + "val") in self._headings:
-            self._heading = " ".join("".join(_texts(paragraph)).split())
+            self._heading = heading(_texts(paragraph))
         under = f" ({self._heading})" if self._heading else ""
         self._place = self._fixed or f"paragraph {self._number}{under}"
 

@@ -11,6 +11,7 @@ from zipfile import ZipFile
 from longchat_cli.documents import html, markup, package
 from longchat_cli.documents.builder import Builder
 from longchat_cli.documents.document import Document, Skip
+from longchat_cli.documents.names import brief, heading, printable
 from longchat_cli.documents.package import Allowance, Refused
 from longchat_cli.documents.text import require_text
 from longchat_cli.errors import BadInput
@@ -46,7 +47,7 @@ def _write(archive: ZipFile, writer: markup.Writer) -> Iterator[tuple[str, str]]
         try:
             body = _body(markup.xhtml_tree(html.page(path, book.read(path)).text))
         except (Refused, BadInput, ValueError) as error:
-            yield start, f"{path}: {error.why if isinstance(error, BadInput) else error}"
+            yield start, f"{printable(path)}: {error.why if isinstance(error, BadInput) else brief(error)}"
             continue
         if body is not None:
             writer.builder.separate("\n\n")
@@ -102,7 +103,7 @@ class _Book:
     def read(self, path: str) -> bytes:
         """A file's bytes."""
         if path not in self._names:
-            raise Refused(f"{path or 'a file'} is not in the book")
+            raise Refused(f"{printable(path) or 'a file'} is not in the book")
         return package.read_zipped(self._archive, self._names[path], self._allowance)
 
     def _contents(self) -> Iterator[tuple[str, str, str]]:
@@ -121,7 +122,7 @@ class _Book:
 
     def _target(self, base: str, href: str | None, label: markup.Element) -> tuple[str, str, str]:
         path, _, fragment = (href or "").partition("#")
-        return self._path(base, path), fragment, " ".join("".join(label.itertext()).split())
+        return self._path(base, path), fragment, heading(label.itertext())
 
     def _path(self, base: str, href: str) -> str:
         """A link to its file, which stands in the book or nowhere: names are only looked up, never opened."""
@@ -141,7 +142,7 @@ class _Book:
         try:
             return markup.xml_tree(self.read(path))
         except ValueError as error:
-            raise Refused(f"damaged ({path}: {error})") from error
+            raise Refused(f"damaged ({printable(path)}: {brief(error)})") from error
 
 
 def _all(root: markup.Element, name: str) -> Iterator[markup.Element]:

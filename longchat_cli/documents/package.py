@@ -15,6 +15,7 @@ from io import BytesIO
 from typing import IO, Any
 
 from longchat_cli.config import format_bytes
+from longchat_cli.documents.names import brief
 
 MAX_MEMBER = 64 << 20
 MAX_TOTAL = 256 << 20
@@ -83,8 +84,7 @@ def damage(how: str = "damaged") -> Iterator[None]:
     except NotImplementedError as error:
         raise Refused("packed in an unknown way") from error
     except _DAMAGE as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0][:120]
-        raise Refused(f"{how} ({line})") from error
+        raise Refused(f"{how} ({brief(error)})") from error
 
 
 def open_zip(data: bytes) -> zipfile.ZipFile:

@@ -14,6 +14,7 @@ from pypdf.errors import DependencyError
 
 from longchat_cli.documents.builder import Builder
 from longchat_cli.documents.document import Cut, Document, Skip
+from longchat_cli.documents.names import brief
 from longchat_cli.documents.text import clean
 from longchat_cli.errors import BadInput
 
@@ -69,7 +70,7 @@ def _pages(name: str, data: bytes) -> Iterator[PageObject]:
     except DependencyError as error:
         raise BadInput(f"{name} cannot be read", "encrypted in a way that is not supported") from error
     except Exception as error:  # a damaged file can raise anything in the parser
-        raise BadInput(f"{name} cannot be read", f"damaged ({_first_line(error)})") from error
+        raise BadInput(f"{name} cannot be read", f"damaged ({brief(error)})") from error
 
 
 def _text(page: PageObject) -> tuple[str, str]:
@@ -113,7 +114,3 @@ def _numbered(numbers: Iterable[int]) -> str:
     ]
     shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"page {shown}" if shown.isdigit() else f"pages {shown}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]

@@ -10,6 +10,7 @@ from longchat_cli.errors import BadInput
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that no text keeps."""
+_LONE = re.compile(r"[\ud800-\udfff]")  # half a character: neither a tokenizer nor a terminal takes it
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _BREAK = re.compile(r"[\v\f\x85]")
 
@@ -40,7 +41,7 @@ def require_text(document: Document) -> Document:
 
 def clean(text: str) -> tuple[str, tuple[str, ...]]:
     """Text with `\\n` line ends and without control characters and terminal escapes, and what was done."""
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    text = _LONE.sub("\ufffd", text.removeprefix("\ufeff")).replace("\r\n", "\n").replace("\r", "\n")
     text, escapes = _ESCAPE.subn("", text)
     nuls = text.count("\0")
     text, controls = CONTROL.subn("", _BREAK.sub(" ", text))
