@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import os.path
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -115,13 +115,17 @@ def _tree(files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     sums: Counter[tuple[str, ...]] = Counter()
     for path, file in zip(paths, files, strict=True):
         sums.update({path[:depth]: file["tokens"] for depth in range(1, len(path))})
-    shown: tuple[str, ...] = ()
+    shared = len(os.path.commonprefix([path[:-1] for path in paths]))
+    if shared:
+        root = paths[0][:shared]
+        yield _row(0, str(PurePath(*root) / "_")[:-1], sums[root], "")
+    indent, shown = min(shared, 1) - shared, paths[0][:shared]
     for path, file in zip(paths, files, strict=True):
         folders = path[:-1]
         for depth in range(len(os.path.commonprefix([shown, folders])), len(folders)):
             folder = path[: depth + 1]
-            yield _row(depth, folder[-1].rstrip("/") + "/", sums[folder], "")
-        yield _row(len(folders), path[-1], file["tokens"], file["encoding"])
+            yield _row(depth + indent, folder[-1].rstrip("/") + "/", sums[folder], "")
+        yield _row(len(folders) + indent, path[-1], file["tokens"], file["encoding"])
         shown = folders
 
 

@@ -137,6 +137,12 @@ def test_the_gutenberg_licence_is_dropped_but_not_title_and_author():
         Options(boilerplate="maybe")
 
 
+def test_a_program_that_quotes_the_licence_keeps_its_text():
+    source = "# a comment\n" * 100 + f'LICENCE = """\n{GUTENBERG}"""\n'
+    (document,) = read("a.py", source.encode()).documents
+    assert document.text == source and document.notes == ()
+
+
 def test_navigation_and_running_heads_are_dropped_or_kept():
     (page,) = read("a.html", samples.HTML.encode(), boilerplate="keep").documents
     assert "menu more" in page.text and page.text.endswith("imprint\n")

@@ -10,17 +10,18 @@ from itertools import pairwise
 from longchat_cli.documents.document import Cut, Document, Mark
 
 CHOICES = ("drop", "keep")
-_START = re.compile(r"\*{3} ?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK[^*]{0,300}\*{3}\s*")
+_START = re.compile(r"^\*{3} ?START OF (?:THE|THIS) PROJECT GUTENBERG EBOOK[^*]{0,300}\*{3}\s*", re.MULTILINE)
 _END = re.compile(
-    r"(?:^End of (?:the |this )?Project Gutenberg[^\n]*\s+)?"
+    r"^(?:End of (?:the |this )?Project Gutenberg[^\n]*\s+)?"
     r"\*{3} ?END OF (?:THE|THIS) PROJECT GUTENBERG EBOOK[^*]{0,300}\*{3}.*",
     re.DOTALL | re.MULTILINE,
 )
 _ABOUT = re.compile(
     r"^(?:Title|Author|Editor|Translator|Illustrator): .*\n(?:[ \t]+\S.*\n)*\n*", re.MULTILINE
 )
-_HEAD = 50_000
-"""Characters in which a licence's header ends."""
+_NAME = "Project Gutenberg"
+_TOP, _HEAD = 1000, 50_000
+"""Characters in which its texts name it, and in which the header ends."""
 
 
 def settle(document: Document, choice: str) -> Document:
@@ -41,7 +42,9 @@ def settle(document: Document, choice: str) -> Document:
 
 def _gutenberg(text: str) -> Iterator[Cut]:
     """Project Gutenberg's header (but not the lines that name title and author) and its licence."""
-    what = "Project Gutenberg licence"
+    if _NAME not in text[:_TOP]:  # a text about it, or a program that looks for its marks
+        return
+    what = f"{_NAME} licence"
     start = _START.search(text, 0, _HEAD)
     if start:
         kept = [(match.start(), match.end()) for match in _ABOUT.finditer(text, 0, start.start())]
