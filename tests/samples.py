@@ -51,7 +51,7 @@ def taped(files: Mapping[str, bytes], mode: str = "w") -> bytes:
     return out.getvalue()
 
 
-def pdf(pages: list[list[str] | None], trailer: str = "") -> bytes:
+def pdf(pages: list[list[str] | None]) -> bytes:
     """A PDF with the lines of each page in its text layer; None is a page with a drawing only."""
     font = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", font]
@@ -70,16 +70,21 @@ def pdf(pages: list[list[str] | None], trailer: str = "") -> bytes:
         )
         objects.append(f"<< /Length {len(content)} >>\nstream\n{content}\nendstream")
     objects[1] = f"<< /Type /Pages /Kids [{' '.join(kids)}] /Count {len(kids)} >>"
+    return pdf_file([content.encode() for content in objects])
+
+
+def pdf_file(objects: list[bytes]) -> bytes:
+    """A PDF of numbered objects; the first is the catalogue."""
     out, offsets = b"%PDF-1.4\n", []
     for number, content in enumerate(objects, 1):
         offsets.append(len(out))
-        out += f"{number} 0 obj\n{content}\nendobj\n".encode()
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, content)
     table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
     size = len(objects) + 1
     return (
         out
         + f"xref\n0 {size}\n0000000000 65535 f \n{table}"
-        f"trailer\n<< /Size {size} /Root 1 0 R {trailer}>>\nstartxref\n{len(out)}\n%%EOF\n".encode()
+        f"trailer\n<< /Size {size} /Root 1 0 R >>\nstartxref\n{len(out)}\n%%EOF\n".encode()
     )
 
 

@@ -6,6 +6,7 @@ import struct
 import tarfile
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,37 @@ LAUGHS = (
     + "]>"
 )
 XXE = '<!DOCTYPE x [<!ENTITY i SYSTEM "file:///etc/passwd">]>'
+CATALOGUE = b"<< /Type /Catalog /Pages 2 0 R >>"
+
+
+def page_loop() -> bytes:
+    return samples.pdf_file([CATALOGUE, b"<< /Type /Pages /Kids [2 0 R] /Count 1 >>"])
+
+
+def page_bomb() -> bytes:
+    """Ten pages, each of them ten pages, and so on."""
+    levels = [
+        b"<< /Type /Pages /Count 10 /Kids [" + b" ".join([b"%d 0 R" % (n + 1)] * 10) + b"] >>"
+        for n in range(2, 12)
+    ]
+    return samples.pdf_file([CATALOGUE, *levels, b"<< /Type /Page /Parent 11 0 R >>"])
+
+
+def form_bomb() -> bytes:
+    """A form drawn ten times by a form drawn ten times, and so on."""
+    form = b"<< /Type /XObject /Subtype /Form /Resources << /XObject << /X %d 0 R >> >> /Length 60 >>"
+    forms = [form % (n + 1) + b"\nstream\n" + b"/X Do " * 10 + b"\nendstream" for n in range(4, 16)]
+    page = form.replace(b"/XObject /Subtype /Form", b"/Page /Parent 2 0 R /Contents 4 0 R") % 4
+    return samples.pdf_file([CATALOGUE, b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>", page, *forms])
+
+
+def stream_bomb() -> bytes:
+    packed = zlib.compress(bytes(200 * MEBIBYTE))
+    content = b"<< /Length %d /Filter /FlateDecode >>\nstream\n%s\nendstream" % (len(packed), packed)
+    page = b"<< /Type /Page /Parent 2 0 R /Contents 4 0 R >>"
+    return samples.pdf_file([CATALOGUE, b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>", page, content])
+
+
 PAGE = {"a.xhtml": samples.chapter("<p>x</p>")}
 DRM = {"META-INF/encryption.xml": '<e><CipherReference URI="OEBPS/text/a.xhtml"/></e>'}
 NOT_ZIP = "damaged (File is not a zip file)"
@@ -144,6 +176,10 @@ MANY = dict.fromkeys((f"{n}.txt" for n in range(package.MAX_MEMBERS + 5)), "x")
         ("bad.pdf", lambda: b"%PDF-1.4\ngarbage", "bad.pdf cannot be read: damaged ("),
         ("not.pdf", lambda: b"plain text", "not.pdf cannot be read: damaged ("),
         ("locked.pdf", lambda: encrypted_pdf("secret"), "locked.pdf cannot be read: protected by a password"),
+        ("loop.pdf", page_loop, "loop.pdf cannot be read: damaged ("),
+        ("pages.pdf", page_bomb, "pages.pdf cannot be read: damaged ("),
+        ("forms.pdf", form_bomb, "forms.pdf holds no text: "),
+        ("stream.pdf", stream_bomb, "stream.pdf holds no text: page 1 damaged"),
         ("open.pdf", lambda: encrypted_pdf(""), "wasp; "),
         ("bad.ipynb", lambda: b'{"cells": [', "bad.ipynb cannot be read: not a notebook, or damaged"),
         ("list.ipynb", lambda: b'{"cells": [[1]]}', "list.ipynb cannot be read: not a notebook, or damaged"),

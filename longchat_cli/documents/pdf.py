@@ -19,6 +19,7 @@ from longchat_cli.documents.text import clean
 from longchat_cli.errors import BadInput
 
 _HEADS = "running heads"
+_PICTURES = "without text (pictures?)"
 _SHARING = 3
 """Pages that must share a first or last line before it counts as a running head."""
 
@@ -40,7 +41,8 @@ def parse(name: str, data: bytes) -> Document:
     missing = tuple(Skip(name, f"{_numbered(numbers)} {reason}") for reason, numbers in lost.items())
     if not texts:
         why = missing[0].reason if missing else "no page has text"
-        raise BadInput(f"{name} holds no text", why, "recognise its text first, with ocrmypdf for example")
+        do = "recognise its text first, with ocrmypdf for example" if _PICTURES in lost else ""
+        raise BadInput(f"{name} holds no text", why, do)
     builder, cuts = Builder(), []
     heads = _running_heads(list(texts.values()))
     for number, text in texts.items():
@@ -79,7 +81,7 @@ def _text(page: PageObject) -> tuple[str, str]:
         text = clean(page.extract_text())[0]
         contents = page.get_contents()
         drawn = contents is not None and contents.get_data().strip()
-        return text, "without text (pictures?)" if drawn else ""
+        return text, _PICTURES if drawn else ""
     except Exception:  # as in _pages; the other pages can still be read
         return "", "damaged"
 
