@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from html.entities import html5
 from typing import Any
@@ -23,6 +24,8 @@ _PARAGRAPHS = {
 _LINES = {"br", "caption", "dd", "div", "dt", "figcaption", "legend", "li", "option", "summary", "tr"}
 _CELLS = {"td", "th"}
 _NAVIGATION = {"navigation", "search", "contentinfo"}
+_ARTICLES = ("article", "blockquote", "main")
+"""Elements whose footers are part of the text."""
 _XML_NAMES = {"amp", "lt", "gt", "quot", "apos"}
 
 
@@ -75,56 +78,64 @@ class Writer:
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
         self.cuts: list[Cut] = []
+        self._line, self._place = 1, ""
+        self._depth: Counter[str] = Counter()  # open elements by tag
+        self._navigation: list[tuple[Element, int]] = []  # open ones and where their text begins
 
     def write(self, root: Element, place: str = "", places: Mapping[str, str] | None = None) -> str:
         """Write all text below `root`. An element whose id is in `places` begins that place.
 
         Returns the place that the text ends in.
         """
+        self._line, self._place = 1, place
         walk = etree.iterwalk(root, events=("start", "end", "comment", "pi"))
-        line, verbatim, articles = 1, 0, 0
-        opened: list[tuple[Element, int]] = []
         for event, node in walk:
             tag = local_name(node)
-            if event != "end":
-                line = node.sourceline or line  # where the tag or comment ends
-            if event == "start":
-                anchor = node.get("id") or node.get("name")
-                place = places.get(anchor, place) if places and anchor else place
-                self._separate(tag)
-                if _is_navigation(tag, node, articles):
-                    opened.append((node, self.builder.length))
-                articles += tag in ("article", "blockquote", "main")
-                verbatim += tag == "pre"
-                if tag in _SILENT:
-                    line += "".join(node.itertext()).count("\n")
-                    walk.skip_subtree()
-                else:
-                    line = self._add(node.text, line, place, verbatim)
-                continue
             if event == "end":
-                articles -= tag in ("article", "blockquote", "main")
-                verbatim -= tag == "pre"
-                self._separate(tag)
-                if opened and opened[-1][0] is node:
-                    self._cut(opened.pop()[1])
-            if node is not root:
-                line = self._add(node.tail, line, place, verbatim)
-        return place
+                self._end(tag, node)
+            else:
+                self._line = node.sourceline or self._line  # where the tag or comment ends
+            if event == "start":
+                self._start(tag, node, places or {})
+                if tag in _SILENT:
+                    walk.skip_subtree()
+            elif node is not root:
+                self._add(node.tail)
+        return self._place
 
-    def _add(self, text: str | None, line: int, place: str, verbatim: int) -> int:
-        """Write text that begins on `line`; the line it ends on."""
+    def _start(self, tag: str, node: Element, places: Mapping[str, str]) -> None:
+        self._separate(tag)
+        if anchor := node.get("id") or node.get("name"):
+            self._place = places.get(anchor, self._place)
+        if self._is_navigation(tag, node):
+            self._navigation.append((node, self.builder.length))
+        self._depth[tag] += 1
+        if tag in _SILENT:
+            self._line += "".join(node.itertext()).count("\n")
+        else:
+            self._add(node.text)
+
+    def _end(self, tag: str, node: Element) -> None:
+        self._depth[tag] -= 1
+        self._separate(tag)
+        if self._navigation and self._navigation[-1][0] is node:
+            begin = self._navigation.pop()[1]
+            if self.builder.length > begin:
+                self.cuts.append(Cut(begin, self.builder.length, "navigation"))
+
+    def _add(self, text: str | None) -> None:
+        """Write text that begins on the line reached."""
         if not text:
-            return line
-        if not verbatim:
-            self.builder.flowing(text, line, place)
+            return
+        if not self._depth["pre"]:
+            self.builder.flowing(text, self._line, self._place)
         elif text.strip():
             begin = len(text) - len(text.lstrip("\n"))
             end = len(text.rstrip("\n"))
             self.builder.separate("\n" if begin else "")
-            self.builder.verbatim(text[begin:end], line + begin, place)
+            self.builder.verbatim(text[begin:end], self._line + begin, self._place)
             self.builder.separate("\n" if end < len(text) else "")
-        return line + text.count("\n")
+        self._line += text.count("\n")
 
     def _separate(self, tag: str) -> None:
         if tag in _PARAGRAPHS:
@@ -134,10 +145,7 @@ class Writer:
         elif tag in _CELLS:
             self.builder.separate("\t")
 
-    def _cut(self, begin: int) -> None:
-        if self.builder.length > begin:
-            self.cuts.append(Cut(begin, self.builder.length, "navigation"))
-
-
-def _is_navigation(tag: str, node: Element, articles: int) -> bool:
-    return tag == "nav" or (tag == "footer" and not articles) or node.get("role") in _NAVIGATION
+    def _is_navigation(self, tag: str, node: Element) -> bool:
+        if tag == "footer" and not any(self._depth[name] for name in _ARTICLES):
+            return True
+        return tag == "nav" or node.get("role") in _NAVIGATION
