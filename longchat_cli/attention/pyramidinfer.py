@@ -24,7 +24,7 @@ from longchat_cli.kernels.packed import dense
 
 WEIGHT = 1.2
 """The weight of the last query against 1 for the first recent one."""
-TILE = 128
+TILE = 64
 """Recent queries whose probabilities are held at once."""
 
 
@@ -129,5 +129,5 @@ class PyramidInferLayer(Layer):
             part = weight[first : first + TILE]
             queries = new.q[:, new.rows - recent + first :][:, : len(part)]
             seen = probabilities(queries, keys[:, : at.stop + first + len(part)], new)
-            scores += torch.einsum("hrnk,n->k", seen[..., at], part)
+            scores += (part @ seen[..., at]).sum((0, 1))
         return scores
