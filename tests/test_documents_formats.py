@@ -1,6 +1,7 @@
 """Every format: the text and the place of its words come back exactly; hostile files give one line each."""
 
 import io
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,44 @@ def test_pages_without_text_are_reported_and_empty_ones_are_not():
     assert found.skips == [documents.Skip("a.pdf", "pages 2-3, 6 without text (pictures?)")]
     with pytest.raises(BadInput, match="a.pdf holds no text: page 1 without text .* ocrmypdf"):
         read("a.pdf", samples.pdf([None]))
+
+
+def test_an_epub_2_book_has_its_chapters_from_the_ncx():
+    files = {
+        "mimetype": "application/epub+zip",
+        "META-INF/container.xml": samples.CONTAINER.replace("OEBPS/", ""),
+        "book.opf": '<package><manifest><item id="a" href="a%20b.html" media-type="application/xhtml+xml"/>'
+        '<item id="n" href="toc.ncx" media-type="application/x-dtbncx+xml"/></manifest>'
+        '<spine toc="n"><itemref idref="a"/><itemref idref="lost"/></spine></package>',
+        "toc.ncx": "<ncx><navMap><navPoint><navLabel><text>The\n Oak</text></navLabel>"
+        '<content src="a%20b.html"/><navPoint><navLabel><text>Pine</text></navLabel>'
+        '<content src="a%20b.html#pine"/></navPoint></navPoint></navMap></ncx>',
+        "a b.html": samples.chapter('<p>acorn</p><a id="pine"></a><p>cone</p>'),
+    }
+    (document,) = read("a.epub", samples.zipped(files)).documents
+    assert document.text == "acorn\n\ncone\n"
+    assert str(document.locate(0, 5)) == "a.epub, The Oak" and str(document.locate(7, 11)) == "a.epub, Pine"
+
+
+def test_parts_of_a_book_that_cannot_be_read_are_reported():
+    chapters = {"a.xhtml": samples.chapter("<p>acorn</p>"), "b.xhtml": "\0" * 99, "c.xhtml": "<p>cone</p>"}
+    found = read("a.epub", samples.epub(chapters, "<p>&nbsp;<a", **{"OEBPS/nav.xhtml": "\0"}))
+    assert found.documents[0].text == "acorn\n\ncone\n"
+    assert [(skip.name, skip.reason) for skip in found.skips] == [
+        ("a.epub, table of contents", "OEBPS/nav.xhtml: binary data"),
+        ("a.epub, part 2", "OEBPS/text/b.xhtml: binary data"),
+    ]
+
+
+def test_a_strict_word_document():
+    strict = samples.docx(samples.paragraph("heron") + samples.paragraph("ibis", "H1"))
+    with zipfile.ZipFile(io.BytesIO(strict)) as archive:
+        files = {name: archive.read(name).decode() for name in archive.namelist()}
+    old, new = samples.WORD.split('"')[1], "http://purl.oclc.org/ooxml/wordprocessingml/main"
+    files = {name: text.replace(old, new) for name, text in files.items()}
+    (document,) = read("a.docx", samples.zipped(files)).documents
+    assert document.text == "heron\n\nibis\n"
+    assert str(document.locate(7, 11)) == "a.docx, paragraph 2 (ibis)"
 
 
 GUTENBERG = """The Project Gutenberg eBook of Nuts

@@ -15,8 +15,6 @@ from longchat_cli.documents.package import Allowance, Refused
 from longchat_cli.documents.text import require_text
 from longchat_cli.errors import BadInput
 
-_W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
-_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
 _OLE = b"\xd0\xcf\x11\xe0"
 _BODY = "word/document.xml"
 _NOTES = {"word/footnotes.xml": "footnote", "word/endnotes.xml": "endnote"}
@@ -54,18 +52,18 @@ def _write(archive: ZipFile, builder: Builder) -> None:
     _Flow(builder, headings).write(part(_BODY))
     for path, kind in _NOTES.items():
         if path in members:
-            for note in part(path).iterchildren(_W + kind):
-                if note.get(_W + "type") is None:  # the others are separator lines
-                    _Flow(builder, set(), f"{kind} {note.get(_W + 'id')}").write(note)
+            for note in part(path).iterchildren(f"{{*}}{kind}"):
+                if not _value(note, "type"):  # the others are separator lines
+                    _Flow(builder, set(), f"{kind} {_value(note, 'id')}").write(note)
 
 
 def _headings(styles: markup.Element) -> set[str]:
     """Ids of the styles that are headings; ids are translated, names are not."""
     return {
-        str(style.get(_W + "styleId"))
-        for style in styles.iter(_W + "style")
-        for name in style.iterchildren(_W + "name")
-        if str(name.get(_W + "val")).lower().startswith(("heading", "title"))
+        _value(style, "styleId")
+        for style in styles.iter("{*}style")
+        for name in style.iterchildren("{*}name")
+        if _value(name, "val").lower().startswith(("heading", "title"))
     }
 
 
@@ -81,9 +79,9 @@ class _Flow:
         walk = etree.iterwalk(root, events=("start", "end"))
         tables = 0
         for event, node in walk:
-            kind = str(node.tag).removeprefix(_W)
+            kind = etree.QName(node).localname
             tables += (kind == "tbl") * (1 if event == "start" else -1)
-            if event == "start" and node.tag == _FALLBACK:  # says again what its alternative says
+            if event == "start" and kind == "Fallback":  # says again what its alternative says
                 walk.skip_subtree()
             elif kind == "p":
                 if event == "start":
@@ -93,7 +91,7 @@ class _Flow:
                 self._builder.separate(_SEPARATORS[kind])
             elif event == "start" and kind == "t":
                 self._add(node.text or "")
-            elif event == "start" and kind in _SIGNS and node.getparent().tag == _W + "r":
+            elif event == "start" and kind in _SIGNS and node.getparent().tag.endswith("}r"):
                 self._add(_SIGNS[kind])
 
     def _add(self, text: str) -> None:
@@ -102,15 +100,20 @@ class _Flow:
 
     def _begin(self, paragraph: markup.Element) -> None:
         self._number, self._line = self._number + 1, 1
-        style = next(paragraph.iter(_W + "pStyle"), None)
-        if style is not None and style.get(_W + "val") in self._headings:
+        style = next(paragraph.iter("{*}pStyle"), None)
+        if style is not None and _value(style, "val") in self._headings:
             self._heading = heading(_texts(paragraph))
         under = f" ({self._heading})" if self._heading else ""
         self._place = self._fixed or f"paragraph {self._number}{under}"
 
 
 def _texts(paragraph: markup.Element) -> Iterator[str]:
-    return (node.text or "" for node in paragraph.iter(_W + "t"))
+    return (node.text or "" for node in paragraph.iter("{*}t"))
+
+
+def _value(node: markup.Element, name: str) -> str:
+    """An attribute of any namespace: transitional and strict documents have different ones."""
+    return str(next((value for key, value in node.items() if key.rpartition("}")[2] == name), ""))
 
 
 _SIGNS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}

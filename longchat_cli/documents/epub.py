@@ -38,25 +38,24 @@ def parse(name: str, data: bytes) -> Document:
 def _write(archive: ZipFile, writer: markup.Writer) -> Iterator[tuple[str, str]]:
     """Write all chapters; (place, reason) of those that cannot be read. Raises Refused."""
     book = _Book(archive)
-    titles = book.titles()
+    titles: dict[str, dict[str, str]] = {}
     title = ""
+    try:
+        titles = book.titles()
+    except Refused as error:
+        yield "table of contents", str(error)
     for number, path in enumerate(book.spine(), 1):
         places = titles.get(path, {})
         title = places.get("", title)
         start = title or f"part {number}"
         try:
-            body = _body(markup.xhtml_tree(html.page(path, book.read(path)).text))
-        except (Refused, BadInput, ValueError) as error:
-            yield start, f"{printable(path)}: {error.why if isinstance(error, BadInput) else brief(error)}"
+            page = book.page(path)
+        except Refused as error:
+            yield start, str(error)
             continue
-        if body is not None:
-            writer.builder.separate("\n\n")
-            end = writer.write(body, start, places)
-            title = title if end == start else end
-
-
-def _body(root: markup.Element | None) -> markup.Element | None:
-    return None if root is None else next(_all(root, "body"), root)
+        writer.builder.separate("\n\n")
+        end = writer.write(next(_all(page, "body"), page), start, places)
+        title = title if end == start else end
 
 
 @dataclass(frozen=True)
@@ -100,17 +99,22 @@ class _Book:
                 found.setdefault(path, {}).setdefault(fragment, title)
         return found
 
-    def read(self, path: str) -> bytes:
-        """A file's bytes."""
-        if path not in self._names:
-            raise Refused(f"{printable(path) or 'a file'} is not in the book")
-        return package.read_zipped(self._archive, self._names[path], self._allowance)
+    def page(self, path: str) -> markup.Element:
+        """The tree of a text."""
+        try:
+            root = markup.xhtml_tree(html.page(path, self._read(path)).text)
+        except (BadInput, ValueError) as error:
+            why = error.why if isinstance(error, BadInput) else brief(error)
+            raise Refused(f"{printable(path)}: {why}") from error
+        if root is None:
+            raise Refused(f"{printable(path)}: empty")
+        return root
 
     def _contents(self) -> Iterator[tuple[str, str, str]]:
         """(path, fragment, title) of the entries of the EPUB 3 navigation, else of the EPUB 2 one."""
         for item in self._items.values():
             if "nav" in item.properties.split():
-                for node in _all(self._xml(item.path), "a"):
+                for node in _all(self.page(item.path), "a"):
                     yield self._target(item.path, node.get("href"), node)
                 return
         for item in self._items.values():
@@ -140,9 +144,14 @@ class _Book:
 
     def _xml(self, path: str) -> markup.Element:
         try:
-            return markup.xml_tree(self.read(path))
+            return markup.xml_tree(self._read(path))
         except ValueError as error:
             raise Refused(f"damaged ({printable(path)}: {brief(error)})") from error
+
+    def _read(self, path: str) -> bytes:
+        if path not in self._names:
+            raise Refused(f"{printable(path) or 'a file'} is not in the book")
+        return package.read_zipped(self._archive, self._names[path], self._allowance)
 
 
 def _all(root: markup.Element, name: str) -> Iterator[markup.Element]:
