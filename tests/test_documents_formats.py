@@ -9,8 +9,7 @@ import pytest
 import samples
 from samples import SAMPLES, Sample
 
-from longchat_cli import documents
-from longchat_cli.ask import place
+from longchat_cli import ask, documents
 from longchat_cli.documents import Collection, Options
 from longchat_cli.errors import BadInput, UsageError
 
@@ -72,7 +71,7 @@ def test_a_passage_over_two_places_names_both():
     (document,) = read("a.pdf", samples.pdf([["one"], ["two"]])).documents
     location = document.locate(0, len(document.text))
     assert str(location) == "a.pdf, page 1 to page 2" and (location.line, location.end_line) == (1, 1)
-    assert place(asdict(location)) == str(location)  # what `ask` prints of a passage
+    assert ask.place(asdict(location)) == str(location)  # what `ask` prints of a passage
 
 
 def test_a_folder_reads_every_format_and_no_archive():
