@@ -27,10 +27,11 @@ Exit codes:
   0 ok                                74 input or output failed, disk full
   1 other                             75 out of memory
   2 usage                             78 configuration
-  3 context overflow, over budget    129 terminal closed (SIGHUP)
+  3 context overflow refused         129 terminal closed (SIGHUP)
   4 inputs skipped under --strict    130 interrupted (Ctrl-C)
- 65 bad input data                   141 reader went away (pipe closed)
- 66 input missing, model unknown     143 terminated
+  6 over --token-budget              141 reader went away (pipe closed)
+ 65 bad input data                   143 terminated
+ 66 input missing, model unknown
  69 model unavailable
  73 output cannot be created
 
@@ -457,7 +458,7 @@ def _ending(answer: Answer, last: bool) -> str:
 @cli.command("inspect")
 @click.argument("names", nargs=-1, metavar="DOC...", required=True)
 @click.option("--model", metavar="NAME", help="Whose tokens are counted. [default: smollm2, see `models`]")
-@click.option("--token-budget", type=Size(), metavar="N", help="Exit 3 when there are more tokens.")
+@click.option("--token-budget", type=Size(), metavar="N", help="Exit 6 when there are more tokens.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @reading_options
 def inspect(

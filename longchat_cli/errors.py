@@ -30,7 +30,7 @@ class UsageError(LongchatError):
 
 
 class ContextOverflow(LongchatError):
-    """The prompt and answer do not fit the model's window, or texts a --token-budget (exit 3)."""
+    """The prompt and answer do not fit the model's window (exit 3)."""
 
     exit_code = 3
 
@@ -39,6 +39,12 @@ class InputsSkipped(LongchatError):
     """Not every input could be read, and --strict asks for all (exit 4)."""
 
     exit_code = 4
+
+
+class OverTokenBudget(LongchatError):
+    """The texts have more tokens than --token-budget allows (exit 6)."""
+
+    exit_code = 6
 
 
 class BadInput(LongchatError):

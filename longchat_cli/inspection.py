@@ -13,7 +13,7 @@ from longchat_cli.attention import METHODS, method_class
 from longchat_cli.config import format_bytes
 from longchat_cli.documents import Collection
 from longchat_cli.engine import Progress
-from longchat_cli.errors import ContextOverflow
+from longchat_cli.errors import OverTokenBudget
 
 Count = Callable[[str], int]
 """Tokens of a text."""
@@ -57,10 +57,10 @@ def inspect(
 
 
 def require_budget(report: Mapping[str, Any], budget: int | None) -> None:
-    """Raise ContextOverflow when the documents have more tokens than `budget`."""
+    """Raise OverTokenBudget when the documents have more tokens than `budget`."""
     if budget is not None and report["tokens"] > budget:
         what = f"the documents have {report['tokens']:,} tokens"
-        raise ContextOverflow(what, f"--token-budget is {budget:,}", "leave some out with --exclude")
+        raise OverTokenBudget(what, f"--token-budget is {budget:,}", "leave some out with --exclude")
 
 
 def show(report: Mapping[str, Any]) -> str:

@@ -112,7 +112,7 @@ def test_a_token_budget_and_strict_decide_the_exit_code(run):
     make({"p/a.txt": "the river ran past the mill\n", "p/b.bin": bytes(50)})
     assert run("inspect", "p", "--token-budget", "1k")[0] == 0
     code, out, err = run("inspect", "p", "--token-budget", "5")
-    assert code == 3 and "a.txt" in out and "--token-budget is 5" in err
+    assert code == 6 and "a.txt" in out and "--token-budget is 5" in err
     code, out, err = run("inspect", "p", "--strict")
     assert code == 4 and "a.txt" in out
     assert err.strip() == (
