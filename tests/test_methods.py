@@ -12,6 +12,7 @@ from torch import Tensor
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.layer import Cache, Layer
 from longchat_cli.attention.rope import Rope, probe
+from longchat_cli.attention.select import pooled, ranked
 from longchat_cli.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -341,6 +342,29 @@ def test_registry(name):
                 kind.build({field.name: "nonsense"})
     with pytest.raises(UsageError, match="--no-such"):
         kind.build({"no_such": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("pyramidinfer", "ratio", float("nan")),
+        ("pyramidinfer", "recent", 2.0),
+        ("recycled", "tau", float("nan")),
+        ("recycled", "tau", float("inf")),
+        ("window", "window", 2**31),
+    ],
+)
+def test_numbers_out_of_range_are_refused(name, option, value):
+    with pytest.raises(UsageError, match=f"--{option} is {value}"):
+        method_class(name).build({option: value})
+
+
+def test_a_pooling_wider_than_the_text_takes_no_memory_and_ranks_as_the_widest():
+    weights = torch.rand(2, 9, generator=torch.Generator().manual_seed(0))
+    for kind in ("max", "mean"):
+        widest = ranked(pooled(weights, 17, kind))
+        assert torch.equal(ranked(pooled(weights, 2**31 - 1, kind)), widest)
+        assert torch.equal(ranked(pooled(weights, 40, kind)), widest)
 
 
 def test_unknown_method_has_a_hint():

@@ -59,14 +59,23 @@ def places(first: int | Tensor, rows: int, device: torch.device) -> Tensor:
     return first if isinstance(first, Tensor) else torch.arange(first, first + rows, device=device)
 
 
+LARGEST = 2**31 - 1
+"""No option is larger: as int32, kernels' bounds hold it, and so do sums of a few as int64."""
+
+
 def option(
-    default: Any, text: str, low: float | None = None, choices: Sequence[str] = (), budget: float = 0
+    default: Any,
+    text: str,
+    low: float | None = None,
+    high: float = LARGEST,
+    choices: Sequence[str] = (),
+    budget: float = 0,
 ) -> Any:
-    """A method's option: its default, help text, lower bound and choices.
+    """A method's option: its default, help text and choices; a number's least and greatest value.
 
     `budget`: the share of a token budget that it takes when methods are compared at the same bytes.
     """
-    about = {"help": text, "low": low, "choices": tuple(choices), "budget": budget}
+    about = {"help": text, "low": low, "high": high, "choices": tuple(choices), "budget": budget}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -100,9 +109,11 @@ class Method:
         """Check every option against its metadata. Raises UsageError."""
         for field in dataclasses.fields(self):
             value, flag = getattr(self, field.name), "--" + field.name.replace("_", "-")
-            low, choices = field.metadata.get("low"), field.metadata.get("choices")
-            if low is not None and value < low:
+            low, high, choices = (field.metadata.get(name) for name in ("low", "high", "choices"))
+            if low is not None and not value >= low:  # NaN is refused as well
                 raise UsageError(f"{flag} is {value}", f"it must be at least {low}")
+            if low is not None and value > high:
+                raise UsageError(f"{flag} is {value}", f"it must be at most {high}")
             if choices and value not in choices:
                 raise UsageError(f"{flag} is {value}", "", f"choose from {', '.join(choices)}")
         if _prefill(self.prefill) and not (self.dense_prompts and not self.observes_prompts):

@@ -40,9 +40,13 @@ class PyramidInfer(Method):
     forgets = "for deeper layers what the end of the prompt does not look at, for good"
     cost = "reading and memory shrink with depth; prompts are read in one call"
     whole = True
-    ratio: float = option(1.0, "share of the context that the first layer passes on", low=0.0)
-    decay: float = option(0.9, "the share that the last layer would pass on; it falls by cosine", low=0.0)
-    recent: float = option(0.2, "share of the prompt, at its end, that chooses and always stays", low=0.0)
+    ratio: float = option(1.0, "share of the context that the first layer passes on", low=0.0, high=1.0)
+    decay: float = option(
+        0.9, "the share that the last layer would pass on; it falls by cosine", low=0.0, high=1.0
+    )
+    recent: float = option(
+        0.2, "share of the prompt, at its end, that chooses and always stays", low=0.0, high=1.0
+    )
     sinks: int = option(4, "first tokens that always stay", low=0)
     least: int = option(64, "a layer that would pass on no more context than this drops none", low=0)
 

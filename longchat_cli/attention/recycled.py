@@ -34,7 +34,9 @@ class Recycled(Method):
     fraction: int = option(8, "the small cache holds 1 / this of the tokens", low=1)
     keep: int = option(0, "tokens in the small cache; 0: by --fraction", low=0, budget=1)
     stride: int = option(3, "full attention every this many steps (S); published: 5 or 10", low=1)
-    tau: float = option(0.0, "keep partial steps while queries stay this similar; 0: fixed schedule", low=0.0)
+    tau: float = option(
+        0.0, "keep partial steps while queries stay this similar; 0: fixed schedule", low=0.0, high=1.0
+    )
     pool: int = option(7, "width of the max-pooling over positions", low=1)
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> RecycledLayer:

@@ -22,7 +22,11 @@ def observed(kv: Buffer, queries: Tensor, new: Step, observe: Observe) -> Tensor
 
 
 def pooled(weights: Tensor, width: int, kind: str = "max") -> Tensor:
-    """Weights [KV heads, entries] >= 0, each the max or mean of `width` neighbours, zeros beyond the ends."""
+    """Weights [KV heads, entries] >= 0, each the max or mean of `width` neighbours, zeros beyond the ends.
+
+    A width that reaches every entry from each of them is cut to the least such: the order stays the same.
+    """
+    width = min(width, 2 * weights.shape[-1] - 1)
     padded = F.pad(weights, ((width - 1) // 2, width // 2))
     return F.max_pool1d(padded, width, stride=1) if kind == "max" else F.avg_pool1d(padded, width, stride=1)
 
