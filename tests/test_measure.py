@@ -302,7 +302,10 @@ def test_names_and_shares():
         lambda: measure.Column.parse("perplexity", 9),
         lambda: measure.Column.parse("needle:sooner", 9),
         lambda: measure.Column.parse("needle@x", 9),
+        lambda: measure.Column.parse("needle@0", 9),
         lambda: measure.Plan((), n=0),
+        lambda: measure.Plan((), length=0),
+        lambda: measure.Plan((), max_tokens=0),
         lambda: measure.Plan(()).options("recycled stride=x"),
         lambda: measure.Plan(()).options("recycld"),
     ],
@@ -318,8 +321,12 @@ def test_a_journal_of_other_settings_is_left_alone(tmp_path):
     with pytest.raises(UsageError, match="other measurements: it differs in seed"):
         Journal(path, {"seed": 2, "length": 2})
     assert Journal(path, {"seed": 1, "length": 2}).where(column="x") == [{"column": "x"}]
-    (tmp_path / "text").write_text("no measurements\n")
-    with pytest.raises(BadInput):
-        Journal(tmp_path / "text", {})
+    for text in ("no measurements\n", "no measurements", "[1]\n"):
+        (tmp_path / "text").write_text(text)
+        with pytest.raises(BadInput):
+            Journal(tmp_path / "text", {})
+        assert (tmp_path / "text").read_text() == text
+    (tmp_path / "half").write_text('{"seed": 1, "le')
+    assert not Journal(tmp_path / "half", {"seed": 1, "length": 2}).rows
     with pytest.raises(CannotCreate):
         Journal(tmp_path / "none" / "rows", {})

@@ -24,7 +24,7 @@ class Journal:
         self.rows: list[Row] = []
         if path is None:
             return
-        lines = self._lines()
+        lines = self._lines(about)
         if lines and lines[0] != about:
             differing = [name for name in about if lines[0].get(name) != about[name]]
             why = f"it differs in {', '.join(differing)}"
@@ -42,18 +42,23 @@ class Journal:
         """The rows that have all of these values."""
         return [row for row in self.rows if all(row.get(name) == value for name, value in wanted.items())]
 
-    def _lines(self) -> list[Row]:
+    def _lines(self, about: Row) -> list[Row]:
         assert self._path is not None
         if not self._path.exists():
             return []
-        lines = self._guarded(lambda path: path.read_text(encoding="utf-8")).split("\n")
+        text = self._guarded(lambda path: path.read_text(encoding="utf-8"))
+        *whole, rest = text.split("\n")  # what no newline ends is half a row
         try:
-            return [json.loads(line) for line in lines[:-1]]  # what no newline ends is half a row
+            rows = [json.loads(line) for line in whole]
         except ValueError as error:
             raise BadInput(f"{self._path} is no file of measurements", str(error)) from error
+        # Half a first row must be ours as well: the file will be written over.
+        if not all(isinstance(row, dict) for row in rows) or not (rows or _line(about).startswith(rest)):
+            raise BadInput(f"{self._path} is no file of measurements")
+        return rows
 
     def _write(self, mode: str, rows: list[Row]) -> None:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        text = "".join(map(_line, rows))
 
         def write(path: Path) -> None:
             with path.open(mode, encoding="utf-8") as file:
@@ -67,3 +72,7 @@ class Journal:
             return use(self._path)
         except (OSError, UnicodeDecodeError) as error:
             raise CannotCreate(f"cannot use {self._path}", str(error)) from error
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"

@@ -82,8 +82,11 @@ class Plan:
     max_tokens: int = 32
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise UsageError(f"--n is {self.n}", "it must be at least 1")
+        for name in ("n", "length", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}", "it must be at least 1"
+                )
 
     def about(self) -> Row:
         """What rows must share to stand in one table."""
@@ -121,7 +124,10 @@ class Column:
         if task not in TASKS or TASKS[task].generate is None or when not in ("", "later"):
             known = ", ".join(name for name, known in TASKS.items() if known.generate)
             raise UsageError(f"there is no column '{text}'", "", f"choose from {STREAM}, {known}; see --help")
-        return cls(task, parse_size(size) if size else length, when == "later")
+        length = parse_size(size) if size else length
+        if length < 1:
+            raise UsageError(f"there is no column '{text}'", "its length must be at least 1")
+        return cls(task, length, when == "later")
 
 
 def measure(open_engine: ask.Open, plan: Plan, output: Path | None, console: Console) -> dict[str, Any]:
@@ -135,7 +141,8 @@ def measure(open_engine: ask.Open, plan: Plan, output: Path | None, console: Con
     columns = {text: Column.parse(text, plan.length) for text in plan.columns if text != STREAM}
     engines, refused = _open(open_engine, settings)
     info = engines[REFERENCE].info
-    if max(plan.stream, *(column.length for column in columns.values()), 0) > info.window:
+    lengths = [column.length for column in columns.values()] + [plan.stream] * (STREAM in plan.columns)
+    if max(lengths, default=0) > info.window:
         console.warn(f"past its window of {info.window:,} tokens full attention is no reference")
     about = {"model": info.model, "fingerprint": info.fingerprint, "dtype": info.dtype, **plan.about()}
     work = _Work(open_engine, plan, engines, Journal(output, about), console)
@@ -184,7 +191,7 @@ def _parsed(cls: Any, text: str) -> tuple[str, Any]:
     name = flag.replace("-", "_")
     kind = get_type_hints(cls).get(name, str)
     try:
-        return name, value == "on" if kind is bool else kind(value)
+        return name, kind(value)
     except ValueError:
         raise UsageError(f"'{text}' is no option", f"{flag} takes a number", "write name=value") from None
 
