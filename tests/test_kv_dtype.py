@@ -175,6 +175,14 @@ def test_every_method_in_every_precision(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_cores_of_a_long_text_in_few_bits(kind):
+    """A whole run of cores is packed, and rows see more cores than that run has."""
+    source, options = streams(), {"group": 2, "local": 20}
+    outs = [read(cache_of("cca", k, **options), source, [270, 40], 30) for k in ("auto", kind)]
+    assert 0 < off(outs[1], outs[0]) < ALIKE[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["full", "sink", "cca", "h2o", "infllm", "recycled"])
 def test_short_texts_are_exact(name, kind):
     """Nothing is packed before RUN tokens follow it: bit for bit the outputs of `auto`."""

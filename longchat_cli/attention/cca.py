@@ -67,7 +67,7 @@ class CCALayer(Layer):
         pooled: Bound = each_row(new, self._pooled)
         spans = causal(self.raw, new, pooled * self.method.group)
         for k, v, first in self.cores.parts():
-            spans.append(Span(k, v, 0, at_least(pooled - first, 0)))
+            spans.append(Span(k, v, 0, at_most(at_least(pooled - first, 0), k.shape[1])))
         if len(self.head):
             outside = at_most(pooled * self.method.group, len(self.head))
             spans.append(Span(self.head.k, self.head.v, 0, outside))
