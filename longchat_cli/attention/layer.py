@@ -292,6 +292,7 @@ def joined(scores: Sequence[Tensor | None]) -> Tensor:
 class Cache:
     """A model's state: a layer each, None where the model keeps its own (`foreign`: sliding, linear ...).
 
+    Whoever feeds tokens says in `decoding` whether they were decoded or are a prompt's; marks leave it out.
     `position` is the model's next position; a method that reads text anew has seen `skipped` tokens more, and
     keeps in `text` those it may read again.
     """

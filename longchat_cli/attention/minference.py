@@ -25,9 +25,9 @@ from longchat_cli.kernels.span import INDEX_ROWS
 LAST = 64
 """Queries at the end of a call that choose columns and diagonals."""
 COLUMNS, DIAGONALS = 30, 100
-"""First columns and nearest diagonals that are always chosen, within the options' numbers."""
-BLOCK = 64
-"""Keys per block of the block-sparse pattern."""
+"""First columns and nearest diagonals that are always chosen, the least of both: so each row sees itself."""
+BLOCK = INDEX_ROWS
+"""Keys per block of the block-sparse pattern: as many as rows that choose together."""
 
 
 @dataclass(frozen=True)

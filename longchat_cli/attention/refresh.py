@@ -1,6 +1,7 @@
 """Shared by methods that keep everything and look at all of it every few steps: the schedule.
 
-After RefreshKV (Xu et al., ACL 2025), section 3: `stride` steps see part of the cache, then one sees it all.
+After RefreshKV (Xu et al., ACL 2025), section 3: of `stride` steps the last sees all of the cache, the others
+see part of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RefreshLayer(FullLayer):
     def __init__(self, method: Any, rope: Rope | None) -> None:
         super().__init__(method, rope)
         self.query: Tensor | None = None  # [heads, dim] of the last full step
-        self.steps = 0  # partial steps since the last full one
+        self.steps = 0  # since the last full one
 
     def spans(self, new: Step) -> list[Span]:
         if not new.decoding or self.query is None:

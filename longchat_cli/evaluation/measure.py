@@ -348,17 +348,8 @@ class _Work:
                     answers = self._found(method, case)
                 else:
                     answers = self._answers(self.engines[method], mark, tails, columns[text].later)
-                graded = [
-                    {
-                        "question": query.question,
-                        "references": list(query.references),
-                        "answer": answer,
-                        "score": grade(answer, query.references, query.every),
-                        "depth": round(query.depth, 3),
-                    }
-                    for query, (answer, _) in zip(case.queries, answers, strict=True)
-                ]
                 row = {"column": text, "method": method, "case": index, "length": case.length}
+                graded = _graded(case, [answer for answer, _ in answers])
                 self.journal.add({**row, "bytes": answers[-1][1], "answers": graded})
             self.engines[method].reset()
         self.console.notice(f"{', '.join(columns)}: text {index + 1}, {time.perf_counter() - begun:.0f} s")
@@ -394,6 +385,20 @@ class _Work:
         assert who.answer is not None
         got = who.answer(case.document, [query.question for query in case.queries])
         return [(answer.text, (answer.coverage or {}).get("bytes", 0)) for answer in got]
+
+
+def _graded(case: Case, answers: Sequence[str]) -> list[Row]:
+    """A row of the journal for each question of the case."""
+    return [
+        {
+            "question": query.question,
+            "references": list(query.references),
+            "answer": answer,
+            "score": grade(answer, query.references, query.every),
+            "depth": round(query.depth, 3),
+        }
+        for query, answer in zip(case.queries, answers, strict=True)
+    ]
 
 
 def _decode(

@@ -1,4 +1,4 @@
-"""What the launchers of Triton kernels share. Imports triton only where a kernel is at hand already."""
+"""What the launchers of Triton kernels share. Does not import triton."""
 
 from __future__ import annotations
 
