@@ -61,7 +61,7 @@ class Span:
     """A set of keys that every query row sees a contiguous part of, or a listed part of.
 
     k, v: [groups, keys, dim], plain or packed, groups = KV or query heads. Row i sees keys
-    start[i] <= j < stop[i] (both within 0 and the number of keys; `stop` None: to the end), and with `index`,
+    start[i] <= j < stop[i] (`stop`: at most the number of keys, None: all; `start`: any), and with `index`,
     int64 [groups, runs, n], only those listed in index[:, i // INDEX_ROWS]: none twice, filled up with -1,
     and the span cannot be observed.
     `turn` rotates the queries for this span, from their true position to the apparent one.
