@@ -165,8 +165,8 @@ def run(engine, book, monkeypatch) -> Callable[..., dict[str, Any]]:
     """`measure` over a tiny model, with the methods and columns between commas."""
     monkeypatch.setattr(measure, "DECODED", 16)
 
-    def run(methods: str, columns: str = COLUMNS, output: Path | None = None) -> dict[str, Any]:
-        plan = measure.Plan(measure.names(methods), measure.names(columns), data=(book,), **SIZES)
+    def run(methods: str, columns: str = COLUMNS, output: Path | None = None, **sizes: int) -> dict[str, Any]:
+        plan = measure.Plan(measure.names(methods), measure.names(columns), data=(book,), **SIZES | sizes)
         opener = lambda name, options: engine(name, **options)  # noqa: E731
         return measure.measure(opener, plan, output, Console(quiet=True))
 
@@ -260,9 +260,12 @@ def test_recall_answers_from_passages_and_has_no_state_to_measure(run):
     assert recall["step"] is None and 0 < recall["bytes"] < full["bytes"]
 
 
-def test_several_questions_over_one_text(run):
-    (row,) = run("full", "lookalike@1500:later")["rows"]
-    assert row["scores"]["lookalike@1500:later"]["n"] == 2 and row["bytes"] is None
+def test_several_questions_over_one_text(run, tmp_path):
+    """More of them are all asked, whatever the file has answers to; fewer are those of the whole text."""
+    for n in (2, 3, 2):
+        (row,) = run("full", "lookalike@1500:later", tmp_path / "rows", n=n)["rows"]
+        assert row["scores"]["lookalike@1500:later"]["n"] == n and row["bytes"] is None
+    assert len((tmp_path / "rows").read_text().splitlines()) == 3
 
 
 def test_the_command(tiny_model, book):

@@ -301,8 +301,9 @@ class _Work:
         return next(iter(self.journal.where(column=STREAM, method=method)), None)
 
     def _total(self, column: str, method: str) -> Row | None:
-        rows = sorted(self.journal.where(column=column, method=method), key=lambda row: row.get("case", 0))
-        scores = [answer["score"] for row in rows for answer in row.get("answers", ())][: self.plan.n]
+        texts = {row.get("case", 0): row for row in self.journal.where(column=column, method=method)}
+        answers = [answer for case in sorted(texts) for answer in texts[case].get("answers", ())]
+        scores = [answer["score"] for answer in answers][: self.plan.n]
         return {"score": sum(scores), "n": len(scores)} if scores else None
 
     def _finds(self, method: str) -> bool:
@@ -326,7 +327,11 @@ class _Work:
 
     def _ask_everyone(self, index: int, case: Case, columns: Mapping[str, Column]) -> None:
         """Read a text under every method that lacks answers about it, and ask."""
-        done = {(row["column"], row["method"]) for row in self.journal.where(case=index)}
+        done = {
+            (row["column"], row["method"])
+            for row in self.journal.where(case=index)
+            if len(row["answers"]) >= len(case.queries)  # with a larger --n the last text has more questions
+        }
         wanted = {
             method: [
                 text
