@@ -24,7 +24,7 @@ class Quest(Method):
 
     The paper has no grouped queries. On the default model the mean of a group's scores reads better than the
     maximum: perplexity 40.1 against 42.2 of 120 tokens after 5,800 of a book, --budget 512 (all keys: 37.1).
-    Its bounds over 16 keys are loose: of 4 needles in 6,000 tokens --budget 768 finds none, with --page 4 half
+    Its bounds over 16 keys are loose: of 4 needles in 6,000 tokens --budget 768 finds none, --page 4 half
     (3 by the maximum), and pages chosen by the attention itself would do.
     """
 
