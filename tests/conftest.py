@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import platformdirs
 import pytest
 
@@ -55,6 +56,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
+
+
+# Tests do not measure speed: a busy machine must not fail them.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
