@@ -41,7 +41,9 @@ class CCA(Method):
     cores: str = option(
         "kv", "cores per KV head (ours, smaller) or per query head (as published)", choices=("kv", "head")
     )
-    pool: str = option("attention", "how a group becomes a core", choices=("attention", "mean", "max"))
+    pool: str = option(
+        "attention", "how a group becomes a core; max is per KV head", choices=("attention", "mean", "max")
+    )
 
     @classmethod
     def at_budget(cls, tokens: int, length: int) -> dict[str, Any]:
