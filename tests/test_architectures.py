@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from small import SMALL
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -29,26 +30,6 @@ from longchat_cli.errors import BadInput, LongchatError, UsageError
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH = 44
 TOLERANCE = 1e-4
-
-SMALL: dict[str, dict[str, Any]] = {
-    "window": {"window": 9},
-    "sink": {"sinks": 3, "window": 9},
-    "sink++": {"sinks": 3, "window": 9, "stride": 5},
-    "cca": {"group": 4, "local": 6, "sinks": 3},
-    "infllm": {"init": 3, "local": 8, "block": 4, "topk": 2, "representatives": 2},
-    "recycled": {"fraction": 4, "stride": 5},
-    "truncate": {"budget": 10},
-    "recompute": {"window": 9, "stride": 3},
-    "lm-infinite": {"sinks": 3, "window": 9},
-    "snapkv": {"budget": 12, "window": 4},
-    "pyramidkv": {"budget": 12, "window": 4},
-    "h2o": {"budget": 12},
-    "tova": {"budget": 12},
-    "keydiff": {"budget": 12},
-    "quest": {"budget": 12, "page": 4, "dense": 0},
-    "pyramidinfer": {"ratio": 0.5, "recent": 0.1, "least": 3},
-}
-"""Options under which a text of LENGTH tokens is beyond the budget; see `small` for methods not named."""
 
 WIDE: dict[str, dict[str, Any]] = {"recycled": {"keep": 4096, "stride": 5}}
 """Options under which it is within; methods not named have default budgets far above LENGTH."""

@@ -7,6 +7,7 @@ import dataclasses
 import oracle
 import pytest
 import torch
+from small import SMALL
 from torch import Tensor
 
 from longchat_cli.attention import METHODS, method_class
@@ -405,25 +406,6 @@ def test_layer_snapshots_leave_no_trace(name):
         layer.restore(mark)
         assert layer.seen == start
         assert torch.equal(feed(layer, start, 90), wanted[:, start - 30 :])
-
-
-SMALL = {
-    "window": {"window": 9},
-    "sink": {"sinks": 3, "window": 9},
-    "cca": {"group": 4, "local": 6, "sinks": 3},
-    "infllm": {"init": 3, "local": 8, "block": 4, "topk": 2, "representatives": 2},
-    "recycled": {"fraction": 4, "stride": 5},
-    "truncate": {"budget": 10},
-    "recompute": {"window": 9, "stride": 3},
-    "sink++": {"sinks": 3, "window": 9, "stride": 4},
-    "lm-infinite": {"sinks": 3, "window": 9},
-    "snapkv": {"budget": 12, "window": 4},
-    "pyramidkv": {"budget": 12, "window": 4},
-    "h2o": {"budget": 12},
-    "tova": {"budget": 12},
-    "quest": {"budget": 12, "page": 4, "dense": 0},
-    "pyramidinfer": {"ratio": 0.5, "recent": 0.1, "least": 3},
-}
 
 
 def test_cache_counts_storages_once():

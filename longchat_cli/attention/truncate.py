@@ -26,15 +26,12 @@ class Truncate(Full):
 
     def forward(self, run: Run, ids: Tensor, cache: Cache, logits: int) -> Tensor:
         logits = min(logits, len(ids))
-        text = torch.cat([cache.text, ids.cpu()])
+        text, seen = torch.cat([cache.text, ids.cpu()]), cache.seen + len(ids)
+        if not cache.decoding and seen > self.budget:
+            head = self.budget // 2
+            # Rows whose logits are wanted are read, however many.
+            tail = max(self.budget - head, logits)
+            ids = text = torch.cat([text[:head], text[-tail:]]) if len(text) > head + tail else text
+            cache.restart(seen - len(text))
         cache.text = text
-        if cache.decoding or cache.seen + len(ids) <= self.budget:
-            return run(ids, cache, logits)
-        head = self.budget // 2
-        # Rows whose logits are wanted are read, however many.
-        tail = max(self.budget - head, logits)
-        text = torch.cat([text[:head], text[-tail:]]) if len(text) > head + tail else text
-        seen = cache.seen + len(ids)
-        cache.restart(seen - len(text))
-        cache.text = text
-        return run(text, cache, logits)
+        return run(ids, cache, logits)
