@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from longchat_cli.errors import UsageError
-from longchat_cli.kernels import flash, gpu, launch, reference, sdpa
+from longchat_cli.kernels import flash, launch, reference, sdpa
 from longchat_cli.kernels.span import Bound, Observe, Rotation, Span
 
 __all__ = ["Bound", "Observe", "Rotation", "Span", "attend", "force", "report", "served"]
 
-Accepts = Callable[[Tensor, Sequence[Span], float | None, Tensor | None], str | None]
 
-KERNELS: dict[str, tuple[Accepts, Callable]] = {
-    "flash": (flash.accepts, flash.attend),
-    "triton": (gpu.accepts, gpu.attend),
-    "sdpa": (sdpa.accepts, sdpa.attend),
-    "reference": (lambda q, spans, softcap, sinks: None, reference.attend),
-}
-DESCRIPTIONS = {
-    "flash": "flash-attn, for plain full attention on a GPU",
-    "triton": "Triton, for every method on a GPU",
-    "sdpa": "torch's fused CPU attention, one log-sum-exp merge over spans",
-    "reference": "dense float32; serves whatever no other kernel accepts",
-}
+@dataclass(frozen=True)
+class Kernel:
+    """A way to attend. Kernels of one `name`, which is what --kernel takes, share the work between them.
+
+    `accepts`: None when it can serve these inputs, else why not; `attend`: as `reference.attend`;
+    `missing`: None when it can serve on this machine, else why not; `about`: what it is for.
+    """
+
+    name: str
+    accepts: Callable[[Tensor, Sequence[Span], float | None, Tensor | None], str | None]
+    attend: Callable[..., tuple[Tensor, list[Tensor | None]]]
+    missing: Callable[[], str | None]
+    about: str
+
+
+def _triton(module: str) -> Kernel:
+    """A kernel of a module that imports triton and therefore is imported only where it can serve."""
+    load = functools.partial(importlib.import_module, f"longchat_cli.kernels.{module}")
+    return Kernel(
+        "triton",
+        lambda *inputs: launch.missing() or load().accepts(*inputs),
+        lambda *inputs: load().attend(*inputs),
+        launch.missing,
+        "Triton, for every method on a GPU",
+    )
+
+
+KERNELS = (
+    Kernel(
+        "flash", flash.accepts, flash.attend, flash.missing, "flash-attn, for plain full attention on a GPU"
+    ),
+    _triton("triton_decode"),
+    _triton("triton_prefill"),
+    Kernel(
+        "sdpa",
+        sdpa.accepts,
+        sdpa.attend,
+        sdpa.missing,
+        "torch's fused CPU attention, one log-sum-exp merge over spans",
+    ),
+    Kernel(
+        "reference",
+        lambda *inputs: None,
+        reference.attend,
+        lambda: None,
+        "dense float32; serves whatever no other kernel accepts",
+    ),
+)
+"""In order of preference."""
 
 served: Counter[str] = Counter()
 """How often each kernel served in this process; `--verbose` prints it."""
@@ -34,11 +73,16 @@ served: Counter[str] = Counter()
 _forced: str | None = None
 
 
+def names() -> list[str]:
+    """What --kernel takes."""
+    return list(dict.fromkeys(kernel.name for kernel in KERNELS))
+
+
 def force(name: str | None) -> None:
     """Use one kernel for everything (None: the ordered list again). Raises UsageError for an unknown name."""
     global _forced
-    if name is not None and name not in KERNELS:
-        raise UsageError(f"no kernel '{name}'", "", f"choose from {', '.join(KERNELS)}")
+    if name is not None and name not in names():
+        raise UsageError(f"no kernel '{name}'", "", f"choose from {', '.join(names())}")
     _forced = name
 
 
@@ -53,29 +97,25 @@ def attend(
 
     Raises UsageError when a forced kernel does not accept the inputs.
     """
-    for name in [_forced] if _forced else _candidates(q):
-        accepts, kernel = KERNELS[name]
-        reason = accepts(q, spans, softcap, sinks)
+    reasons = []
+    for kernel in KERNELS:
+        if not _asked(kernel, q):
+            continue
+        reason = kernel.accepts(q, spans, softcap, sinks)
         if reason is None:
-            served[name] += 1
-            return kernel(q, spans, scale, softcap, sinks)
-    raise UsageError(f"kernel '{_forced}' cannot serve this model", reason or "", "leave --kernel out")
+            served[kernel.name] += 1
+            return kernel.attend(q, spans, scale, softcap, sinks)
+        reasons.append(reason)
+    why = "; ".join(dict.fromkeys(reasons))
+    raise UsageError(f"kernel '{_forced}' cannot serve this model", why, "leave --kernel out")
 
 
-def _candidates(q: Tensor) -> list[str]:
-    """Kernels in dispatch order; interpreted on the CPU, Triton serves only whoever forces it."""
-    return [name for name in KERNELS if name != "triton" or q.is_cuda]
+def _asked(kernel: Kernel, q: Tensor) -> bool:
+    """Whether to try a kernel; interpreted on the CPU, Triton serves only whoever forces it."""
+    return kernel.name == _forced if _forced else q.is_cuda or kernel.name != "triton"
 
 
 def report() -> list[tuple[str, bool, str]]:
     """(name, serves on this machine, what it is or why not) for `longchat doctor`."""
-    import torch
-
-    cuda = torch.cuda.is_available()
-    reasons = {
-        "flash": flash.missing(),
-        "triton": launch.missing(),
-        "sdpa": "a GPU is in use" if cuda else None,
-        "reference": None,
-    }
-    return [(name, reason is None, reason or DESCRIPTIONS[name]) for name, reason in reasons.items()]
+    found = {kernel.name: (kernel.missing(), kernel.about) for kernel in KERNELS}
+    return [(name, reason is None, reason or about) for name, (reason, about) in found.items()]

@@ -323,12 +323,12 @@ def measure(name: str, shape: Shape, n: int) -> list[dict[str, Any]]:
     problems = [(q, spans), *(CASES[name](shape, n) for _ in range(_copies(shape, moved) - 1))]
     full, by = _full(shape, q, n)
     rows = []
-    for kernel, (accepts, attend) in kernels.KERNELS.items():
-        if kernel == "reference" or accepts(q, spans, None, None) is not None:
+    for kernel in kernels.KERNELS:
+        if kernel.name == "reference" or kernel.accepts(q, spans, None, None) is not None:
             continue
-        row: dict[str, Any] = {"case": name, "tokens": n, "kernel": kernel}
-        row |= {"error": error(attend, q, spans, shape.scale), "floor": floor(moved, flops)}
-        calls = [partial(attend, *problem, shape.scale) for problem in problems]
+        row: dict[str, Any] = {"case": name, "tokens": n, "kernel": kernel.name}
+        row |= {"error": error(kernel.attend, q, spans, shape.scale), "floor": floor(moved, flops)}
+        calls = [partial(kernel.attend, *problem, shape.scale) for problem in problems]
         rows.append(row | {"seconds": seconds(calls, shape.device), "full": full, "full_by": by})
     return rows
 

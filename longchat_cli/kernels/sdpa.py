@@ -23,6 +23,11 @@ Part = tuple[Tensor, Tensor]
 NEVER = float("-inf")
 
 
+def missing() -> str | None:
+    """Why it does not serve on this machine; None when it does."""
+    return "a GPU is in use" if torch.cuda.is_available() else None
+
+
 def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
     """None when this kernel can serve, else why not."""
     if q.device.type != "cpu":
