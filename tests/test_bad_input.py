@@ -121,7 +121,8 @@ def test_unreadable(place: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("text")
     (tmp_path / "secret.txt").chmod(0)
     script = (
-        "import os, sys\nfrom longchat_cli import ask, cli, documents\n"
+        "import os, sys\nfrom longchat_cli import ask, documents\n"
+        "import longchat_cli.commands.ask\n"
         "from longchat_cli.__main__ import main\n"
         f"os.chdir({str(tmp_path)!r})\nos.setgroups([])\nos.setgid({NOBODY})\nos.setuid({NOBODY})\n"
         "sys.exit(main(['ask', 'secret.txt', 'q']))\n"

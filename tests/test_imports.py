@@ -27,14 +27,14 @@ LAYERS = [
     {"local", "recall"},
     {"ask", "chat", "evaluation", "doctor", "inspection"},
     {"repl"},
-    {"cli", "__main__"},
+    {"cli", "commands", "__main__"},
 ]
 """Rooms from the bottom up: a room imports its own layer and those below."""
 
 LIGHT = [
     "errors", "config", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
-    "inspection", "models.memory", "repl", "cli", "__main__", "__init__", "evaluation.facts",
+    "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
     "evaluation.lines", "recall.lexical", "recall.passages",
 ]  # fmt: skip
 """Modules that import neither torch nor transformers at module level."""

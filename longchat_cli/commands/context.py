@@ -1,0 +1,109 @@
+"""What commands share when they run: the console, the documents, the engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from longchat_cli.commands.options import take
+from longchat_cli.errors import InputsSkipped
+from longchat_cli.terminal import Console
+
+if TYPE_CHECKING:
+    from longchat_cli.ask import MakeFinder, Open
+    from longchat_cli.documents import Collection, Options
+
+MOST = 5
+"""Notices of one kind that are shown before the rest is counted."""
+
+
+def current_console() -> Console:
+    """The console as the global options want it."""
+    meta = click.get_current_context().find_root().meta
+    return Console(quiet=bool(meta.get("quiet")), verbose=bool(meta.get("verbose")))
+
+
+def reading(params: dict[str, Any]) -> Options:
+    """How documents are read."""
+    from longchat_cli.documents import Options
+
+    return Options(**take(params, ("boilerplate", "include", "exclude")))
+
+
+def read(names: Sequence[str], console: Console, options: Options | None = None) -> Collection:
+    """The documents, with a notice of what was skipped or changed."""
+    from longchat_cli import documents
+
+    collection = documents.read(names, stdin=sys.stdin.buffer, options=options)
+    notes = [f"{document.name}: {note}" for document in collection.documents for note in document.notes]
+    for note in notes[:MOST]:
+        console.notice(note)
+    if len(notes) > MOST:
+        console.notice(f"and {len(notes) - MOST} more such notes: `longchat inspect` lists all")
+    if collection.skips:
+        shown = ", ".join(f"{skip.name} ({skip.reason})" for skip in collection.skips[:MOST])
+        more = len(collection.skips) - MOST
+        console.notice(f"skipped {shown}{f' and {more} more' if more > 0 else ''}")
+    return collection
+
+
+def require_all(collection: Collection, strict: bool) -> None:
+    """Raises InputsSkipped under --strict when something was skipped."""
+    if strict and collection.skips:
+        first, count = collection.skips[0], len(collection.skips)
+        what = f"{count} input{'s were' if count > 1 else ' was'} skipped"
+        raise InputsSkipped(what, f"{first.name}: {first.reason}", "leave --strict out to go on without")
+
+
+def engine_opener(settings: dict[str, Any], console: Console) -> Open:
+    """Opens the model at the first call; later ones share its weights under another method."""
+    loaded: list[Any] = []
+
+    def open_engine(method: str, options: Any) -> Any:
+        from longchat_cli import local
+
+        if loaded:
+            return local.with_method(loaded[0], method, options)
+        start = time.perf_counter()
+        if not click.get_current_context().find_root().meta.get("debug"):
+            import logging
+
+            logging.disable(logging.WARNING)  # libraries log a line per layer and token
+        if settings["kernel"]:
+            from longchat_cli import kernels
+
+            kernels.force(settings["kernel"])
+        quantize = None if settings["quantize"] == "none" else settings["quantize"]
+        chosen = take(settings, ("model", "device", "dtype", "compile"))
+        engine = local.open_engine(method=method, options=options, quantize=quantize, **chosen)
+        console.detail(f"loaded {engine.info.model} in {time.perf_counter() - start:.1f} s")
+        for note in engine.info.notes:
+            console.detail(note)
+        if engine.static is not None:
+            console.detail(f"decoding: {engine.static.about}")
+        click.get_current_context().call_on_close(lambda: console.detail(_kernels_served()))
+        loaded.append(engine)
+        return engine
+
+    return open_engine
+
+
+def _kernels_served() -> str:
+    from longchat_cli import kernels
+
+    calls = ", ".join(f"{name} {count:,}" for name, count in kernels.served.items())
+    return f"attention calls served by: {calls or 'no kernel'}"
+
+
+def finder_maker(console: Console) -> MakeFinder:
+    """Finds passages with the engine that reads them."""
+    from longchat_cli import ask as asking
+
+    def make(engine: Any, documents: Any, options: Any) -> Any:
+        return asking.local_finder(engine, documents, options, console)
+
+    return make

@@ -1,0 +1,85 @@
+"""`longchat eval`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from longchat_cli.attention import METHODS
+from longchat_cli.commands.context import current_console, engine_opener
+from longchat_cli.commands.framework import MethodCommand, command
+from longchat_cli.commands.options import MODEL, Name, Size, Sizes, model_options, take
+from longchat_cli.terminal import Console, Interrupts
+
+
+@command("eval", cls=MethodCommand)
+@click.argument("task")
+@click.option(
+    "--method",
+    "-m",
+    type=Name(["auto", *METHODS]),
+    default="auto",
+    show_default=True,
+    help="What is evaluated.",
+)
+@click.option("--lengths", type=Sizes(), default="2k", show_default=True, help="Tokens per text: 4k,16k,64k.")
+@click.option("--n", type=int, default=20, show_default=True, help="Questions at each length.")
+@click.option("--per-text", type=int, help="Questions over one text. [default: the task's own number]")
+@click.option("--data", multiple=True, metavar="FILE", help="Books or records to use; repeatable.")
+@click.option(
+    "--overflow", type=Name(["error", "force"]), default="error", show_default=True, help="As for `ask`."
+)
+@click.option("--max-tokens", type=Size(), default=32, show_default=True, help="Longest answer.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="The same seed gives the same questions."
+)
+@click.option("--rank-only", is_flag=True, help="Find passages and write no answers (recall).")
+@click.option("--json", "as_json", is_flag=True, help="Every sample and the totals, as JSON.")
+@model_options
+def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bool, **params: Any) -> None:
+    """Measure a method on a task whose answers are known.
+
+    \b
+    needle      one magic number in each text
+    lookalike   ten magic numbers of different keys in one text
+    values      four magic numbers of one key in each text, asked together
+    uuid        one magic value of 32 hexadecimal digits in each text
+    digits      one magic number of 64 digits in each text
+    varied      twenty differently worded facts in one text
+    reworded    ten facts in one text, asked in other words
+    lines       the value of one line among many
+    naturalqa   natural questions, passages planted in a book (--data)
+    perplexity  perplexity by position of a book (--data)
+    stream      step time and bytes held along one stream
+    """
+    from pathlib import Path
+
+    from longchat_cli.ask import Request
+    from longchat_cli.evaluation import run as running
+    from longchat_cli.evaluation import subject as evaluated
+    from longchat_cli.sampling import Sampling
+
+    console = current_console()
+    options = running.Options(
+        lengths=params["lengths"],
+        n=params["n"],
+        seed=params["seed"],
+        data=tuple(map(Path, params["data"])),
+        per_text=params["per_text"],
+    )
+    request = Request(
+        (), None, method, method_options, params["overflow"], Sampling(max_tokens=params["max_tokens"])
+    )
+    opener = engine_opener(take(params, MODEL), console)
+    subject = evaluated.subject(opener, request, Console(quiet=True), Interrupts(), params["rank_only"])
+    with console.progress(task) as bar:
+        result = running.run(task, subject, options, bar or (lambda done, total: None))
+    result |= {"method": method, "options": method_options}
+    if as_json:
+        click.echo(json.dumps(result, ensure_ascii=False))
+        return
+    for total in result["totals"]:
+        shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in total.items()}
+        click.echo("  ".join(f"{key} {value}" for key, value in shown.items() if not isinstance(value, list)))
