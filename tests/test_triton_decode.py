@@ -176,6 +176,7 @@ def refusals() -> list[str | None]:
         (q, Span(pack(k, "int8", False), k)),
         (q, Span(k, normal(2, 64, 300))),
         (q, Span(k, k.clone().requires_grad_())),
+        (q, Span(*2 * [torch.empty(2, 2**24 + 1, 16, device="meta")])),
     ]
     return [accepts(q, [span], None, None) for q, span in tried]
 
@@ -261,6 +262,7 @@ def test_refusals():
         "per channel",
         "300 channels",
         "gradients",
+        "16777217 keys",
     ]
     for reason, words in zip(interpreted(refusals), expected, strict=True):
         assert words in (reason or "")

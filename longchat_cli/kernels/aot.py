@@ -154,7 +154,8 @@ def _arguments(
 
     def bare(kind: Type, path: tuple[int, ...]) -> Type:
         if isinstance(kind, tuple):
-            return tuple(bare(inner, (*path, place)) for place, inner in enumerate(kind))
+            kinds = (bare(inner, (*path, place)) for place, inner in enumerate(kind))
+            return tuple.__new__(type(kind), kinds)  # a NamedTuple stays one
         kind, _, multiple = kind.partition(":")
         if multiple or kind.startswith("*"):
             multiples[path] = [["tt.divisibility", 16]]

@@ -88,7 +88,8 @@ class Launch:
 def _type(value: Any, specialized: bool, path: tuple[int, ...], constants: dict[Any, Any]) -> Type:
     """The type of the argument at `path`; what Triton makes a constant goes into `constants`."""
     if isinstance(value, tuple):
-        return tuple(_type(x, specialized, (*path, place), constants) for place, x in enumerate(value))
+        kinds = (_type(x, specialized, (*path, place), constants) for place, x in enumerate(value))
+        return tuple.__new__(type(value), kinds)  # a NamedTuple stays one: its kernel knows its names
     if value is None or (specialized and isinstance(value, int) and value == 1):
         constants[path] = value
         return "constexpr"

@@ -15,7 +15,7 @@ Imported only where triton is installed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,6 +46,30 @@ def tiles(dim: int) -> tuple[Tiles, Tiles]:
     return Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2)
 
 
+class Inputs(NamedTuple):
+    """What both kernels take, as `gradients` does; `share`: query heads of a KV head; strides in elements."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    bounds: Tensor
+    lse: Tensor
+    delta: Tensor
+    rows: int
+    keys: int
+    share: int
+    scale: float
+    q_head: int
+    q_row: int
+    k_group: int
+    k_row: int
+    v_group: int
+    v_row: int
+    grad_head: int
+    grad_row: int
+
+
 def gradients(
     q: Tensor,
     k: Tensor,
@@ -67,25 +91,12 @@ def gradients(
     by_rows, by_keys = tiles(dim)
     grad = dense_rows(grad)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    names = ("q_head", "q_row", "k_group", "k_row", "v_group", "v_row", "grad_head", "grad_row")
     strides = [stride for x in (q, k, v, grad) for stride in x.stride()[:2]]
-    shared = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "grad": grad,
-        "bounds": bounds,
-        "lse": lse,
-        "delta": delta,
-        "rows": rows,
-        "keys": keys,
-        "share": heads // groups,
-        "scale": setup.scale,
-        **dict(zip(names, strides, strict=True)),
-    }
+    sizes = (rows, keys, heads // groups)
+    inputs = Inputs(q, k, v, grad, bounds, lse, delta, *sizes, setup.scale, *strides)
 
     def launch(kernel: Any, tile: Tiles, grid: tuple[int, int], **room: Tensor) -> Launch:
-        arguments = {**shared, **constants(q, tile, setup), **room}
+        arguments = {"inputs": inputs, **constants(q, tile, setup), **room}
         return Launch(kernel, grid, arguments, tile.warps, tile.stages)
 
     return [dq, dk, dv], [
@@ -96,28 +107,10 @@ def gradients(
 
 @triton.jit
 def query_gradient(
-    q,
-    k,
-    v,
-    grad,
-    bounds,
-    lse,
-    delta,
+    inputs,
     dq,
-    rows,
-    keys,
-    share,
-    q_head,
-    q_row,
-    k_group,
-    k_row,
-    v_group,
-    v_row,
-    grad_head,
-    grad_row,
     factor,
     cap,
-    scale,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -127,53 +120,34 @@ def query_gradient(
     """A program owns BLOCK_M rows of a head and walks over the keys that any of them sees."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(1).to(tl.int64)
-    k += head // share * k_group
-    v += head // share * v_group
-    query, upstream, start, stop, level, mean = _rows(
-        q, grad, bounds, lse, delta, row, head, rows, q_head, q_row, grad_head, grad_row, DIM, BLOCK_D
-    )
+    group = head // inputs.share
+    k, v = inputs.k + group * inputs.k_group, inputs.v + group * inputs.v_group
+    query, upstream, start, stop, level, mean = _rows(inputs, row, head, DIM, BLOCK_D)
     # Rows past the end see nothing.
-    low = tl.min(tl.where(start < stop, start, keys))
+    low = tl.min(tl.where(start < stop, start, inputs.keys))
     high = tl.max(stop)
     found = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(low, high, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        each = load_rows(k, key.to(tl.int64) * k_row, key < high, DIM, BLOCK_D)
-        values = load_rows(v, key.to(tl.int64) * v_row, key < high, DIM, BLOCK_D)
+        each = load_rows(k, key.to(tl.int64) * inputs.k_row, key < high, DIM, BLOCK_D)
+        values = load_rows(v, key.to(tl.int64) * inputs.v_row, key < high, DIM, BLOCK_D)
         products = tl.dot(query, tl.trans(each))
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         weight, logit = _weights(products, level[:, None], seen, (factor, cap), SOFTCAP)
         pull = tl.dot(upstream, tl.trans(values)) - mean[:, None]
         push = _through_softmax(weight, pull, logit, (factor, cap), SOFTCAP)
         found = tl.dot(push.to(each.dtype), each, found)
-    store_rows(dq, (head * rows + row) * DIM, row < rows, found * scale, DIM, BLOCK_D)
+    place = (head * inputs.rows + row) * DIM
+    store_rows(dq, place, row < inputs.rows, found * inputs.scale, DIM, BLOCK_D)
 
 
 @triton.jit
 def key_gradients(
-    q,
-    k,
-    v,
-    grad,
-    bounds,
-    lse,
-    delta,
+    inputs,
     dk,
     dv,
-    rows,
-    keys,
-    share,
-    q_head,
-    q_row,
-    k_group,
-    k_row,
-    v_group,
-    v_row,
-    grad_head,
-    grad_row,
     factor,
     cap,
-    scale,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -185,19 +159,19 @@ def key_gradients(
     low = tl.program_id(0) * BLOCK_N
     group = tl.program_id(1).to(tl.int64)
     key = low + tl.arange(0, BLOCK_N)
-    each = load_rows(k + group * k_group, key.to(tl.int64) * k_row, key < keys, DIM, BLOCK_D)
-    values = load_rows(v + group * v_group, key.to(tl.int64) * v_row, key < keys, DIM, BLOCK_D)
-    first, last = rows_seeing(bounds, rows, low, low + BLOCK_N, 256)
+    k, v = inputs.k + group * inputs.k_group, inputs.v + group * inputs.v_group
+    real = key < inputs.keys
+    each = load_rows(k, key.to(tl.int64) * inputs.k_row, real, DIM, BLOCK_D)
+    values = load_rows(v, key.to(tl.int64) * inputs.v_row, real, DIM, BLOCK_D)
+    first, last = rows_seeing(inputs.bounds, inputs.rows, low, low + BLOCK_N, 256)
     found_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     found_v = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     steps = tl.cdiv(tl.maximum(last - first, 0), BLOCK_M)
     # One loop over heads and rows: the pipeline does not run dry between heads.
-    for step in range(steps * share):
-        head = group * share + step // steps
+    for step in range(steps * inputs.share):
+        head = group * inputs.share + step // steps
         row = first + step % steps * BLOCK_M + tl.arange(0, BLOCK_M)
-        query, upstream, start, stop, level, mean = _rows(
-            q, grad, bounds, lse, delta, row, head, rows, q_head, q_row, grad_head, grad_row, DIM, BLOCK_D
-        )
+        query, upstream, start, stop, level, mean = _rows(inputs, row, head, DIM, BLOCK_D)
         products = tl.dot(each, tl.trans(query))
         seen = (key[:, None] >= start[None, :]) & (key[:, None] < stop[None, :])
         weight, logit = _weights(products, level[None, :], seen, (factor, cap), SOFTCAP)
@@ -205,37 +179,22 @@ def key_gradients(
         pull = tl.dot(values, tl.trans(upstream)) - mean[None, :]
         push = _through_softmax(weight, pull, logit, (factor, cap), SOFTCAP)
         found_k = tl.dot(push.to(query.dtype), query, found_k)
-    place = (group * keys + key) * DIM
-    store_rows(dk, place, key < keys, found_k * scale, DIM, BLOCK_D)
-    store_rows(dv, place, key < keys, found_v, DIM, BLOCK_D)
+    place = (group * inputs.keys + key) * DIM
+    store_rows(dk, place, real, found_k * inputs.scale, DIM, BLOCK_D)
+    store_rows(dv, place, real, found_v, DIM, BLOCK_D)
 
 
 @triton.jit
-def _rows(
-    q,
-    grad,
-    bounds,
-    lse,
-    delta,
-    row,
-    head,
-    rows,
-    q_head,
-    q_row,
-    grad_head,
-    grad_row,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def _rows(inputs, row, head, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """What the rows bring: query, gradient of the output, start, stop, log-sum-exp, delta."""
-    real = row < rows
+    real = row < inputs.rows
     wide = row.to(tl.int64)
-    query = load_rows(q, head * q_head + wide * q_row, real, DIM, BLOCK_D)
-    upstream = load_rows(grad, head * grad_head + wide * grad_row, real, DIM, BLOCK_D)
-    start = tl.load(bounds + row, mask=real, other=0)
-    stop = tl.load(bounds + rows + row, mask=real, other=0)
-    level = tl.load(lse + head * rows + row, mask=real, other=float("inf"))
-    mean = tl.load(delta + head * rows + row, mask=real, other=0.0)
+    query = load_rows(inputs.q, head * inputs.q_head + wide * inputs.q_row, real, DIM, BLOCK_D)
+    upstream = load_rows(inputs.grad, head * inputs.grad_head + wide * inputs.grad_row, real, DIM, BLOCK_D)
+    start = tl.load(inputs.bounds + row, mask=real, other=0)
+    stop = tl.load(inputs.bounds + inputs.rows + row, mask=real, other=0)
+    level = tl.load(inputs.lse + head * inputs.rows + row, mask=real, other=float("inf"))
+    mean = tl.load(inputs.delta + head * inputs.rows + row, mask=real, other=0.0)
     return query, upstream, start, stop, level, mean
 
 

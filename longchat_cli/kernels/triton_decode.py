@@ -40,6 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longchat_cli.kernels import triton_tiles
 from longchat_cli.kernels.aot import Configuration
 from longchat_cli.kernels.launch import TYPES, Launch, learning, processors, unusable
 from longchat_cli.kernels.packed import RUN, Keys, Packed, pack
@@ -48,10 +49,13 @@ from longchat_cli.kernels.span import Bound, Observe, Rotation, Span
 ROWS = 16
 """Most query rows of a call; more are a prompt's."""
 
+EXACT = 2**24
+"""Most keys of a span: their numbers reach the kernels as float32."""
+
 STACK = tl.constexpr(16)
 """Rows of a dot: the least that tensor cores take."""
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(triton_tiles.LOG2E)
 
 
 @triton.jit
@@ -338,6 +342,8 @@ def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tens
 def _refusal(q: Tensor, span: Span) -> str | None:
     if span.index is not None and (span.observe is not None or len(span.index) != span.k.shape[0]):
         return "listed keys observed, or not listed for each group"
+    if span.k.shape[1] > EXACT:
+        return f"{span.k.shape[1]} keys"
     if span.v.shape[2] > 256 or not 16 <= span.k.shape[2] <= 256:
         return f"keys of {span.k.shape[2]} and values of {span.v.shape[2]} channels"
     for numbers, per_channel in ((span.k, True), (span.v, False)):
@@ -443,7 +449,7 @@ def _span_arguments(
 ) -> dict[str, Any]:
     """`spans`, `numbers` and `KINDS` of `_split`.
 
-    Numbers that change between steps go as floats (exact to 2^24): for integers Triton compiles anew
+    Numbers that change between steps go as floats (exact to EXACT): for integers Triton compiles anew
     when one turns into 1 or a multiple of 16.
     """
     tuples, numbers, kinds = [], [], []

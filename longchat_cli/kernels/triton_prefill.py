@@ -61,6 +61,7 @@ from longchat_cli.kernels.triton_tiles import (
 MOST_SPANS = 4
 MOST_STACKED = 16
 """Query heads that may share a tile of rows."""
+RUN = tl.constexpr(INDEX_ROWS)
 
 
 def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
@@ -383,7 +384,7 @@ def _lists(
     """Take the listed keys of a span into the running softmax `soft`."""
     index, used, runs, count = span[11], span[12], span[13], span[14]
     query, group, source, limits = _start(span, slots, DIM, BLOCK_D)
-    entry = group * runs + tl.min(slots[0]) // 64
+    entry = group * runs + tl.min(slots[0]) // RUN
     for first in range(0, tl.load(used + entry), BLOCK_N):
         place = first + tl.arange(0, BLOCK_N)
         key = tl.load(index + entry * count + place, mask=place < count, other=-1)
