@@ -23,9 +23,10 @@ LAYERS = [
     {"errors", "config", "sampling", "terminal_text", "terminal"},
     {"kernels"},
     {"attention"},
-    {"tokens", "prompt", "prose", "documents", "models", "state", "engine"},
+    {"tokens", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
     {"local", "recall"},
-    {"ask", "chat", "evaluation", "doctor", "inspection"},
+    {"citations"},
+    {"ask", "chat", "evaluation", "doctor", "inspection", "benchmark"},
     {"repl"},
     {"cli", "commands", "__main__"},
 ]
@@ -35,7 +36,7 @@ LIGHT = [
     "errors", "config", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
-    "evaluation.lines", "recall.lexical", "recall.passages",
+    "evaluation.lines", "recall.lexical", "recall.passages", "citations", "wording",
 ]  # fmt: skip
 """Modules that import neither torch nor transformers at module level."""
 

@@ -21,7 +21,7 @@ _STOP = re.compile(r"[.!?…]+['\"”’»)\]]*|[。！？｡]+[」』”’）�
 _WIDE = "。！？｡"
 _WORD = re.compile(r"[\w.]*$")
 _CUTS = (re.compile(r"[;:]\s|[；：]"), re.compile(r"[,)]\s|[，、]|—"), re.compile(r"\s"))
-_ABBREVIATION = re.compile(
+ABBREVIATION = re.compile(
     "mr|mrs|ms|messrs|mme|mlle|dr|prof|st|sr|jr|rev|hon|gen|col|capt|cpt|lt|maj|sgt|adm|gov|sen|rep|pres|"
     "vs|viz|etc|cf|al|ca|fig|figs|nos|vol|vols|ch|chap|sec|pp|ed|eds|op|cit|approx|dept|est|inc|ltd|corp|bros|"
     "mt|ft|jan|feb|mar|apr|jun|jul|aug|sep|sept|oct|nov|dec|e[.]g|i[.]e|a[.]m|p[.]m|[a-hj-z]|[a-z]([.][a-z])+"
@@ -228,7 +228,7 @@ def _ends(text: str, start: int, stop: re.Match[str]) -> bool:
         return True
     word = _WORD.search(text[max(start, stop.start() - 20) : stop.start()])
     before = word[0].casefold() if word else ""
-    return not _ABBREVIATION.fullmatch(before)
+    return not ABBREVIATION.fullmatch(before)
 
 
 def _cut(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
