@@ -190,6 +190,10 @@ class Layer:
         """Take the new tokens and return what their queries see, the tokens themselves included."""
         raise NotImplementedError
 
+    def shown(self, new: Step) -> list[Span]:
+        """`spans` without those that have no keys."""
+        return [span for span in self.spans(new) if span.k.shape[1]]
+
     def observe(self, scores: Sequence[Tensor | None], new: Step) -> None:
         """Receive the probabilities the spans asked for, float32 [KV heads, keys] each."""
 
@@ -209,7 +213,7 @@ class Layer:
     ) -> Tensor:
         """q [heads, rows, dim] and k, v [KV heads, rows, dim] at true positions -> [heads, rows, dim]."""
         new = Step(q, k, v, self.seen, scale, decoding, softcap, sinks)
-        spans = [span for span in self.spans(new) if span.k.shape[1]]
+        spans = self.shown(new)
         if not decoding and new.rows > INDEX_ROWS:
             spans = self.method.narrow(spans, new)
         out, scores = kernels.attend(q, spans, scale, softcap, sinks)

@@ -36,7 +36,7 @@ class Chorus(Layer):
         sinks: Tensor | None = None,
     ) -> Tensor:
         new = Step(q, k, v, self.seen, scale, decoding, softcap, sinks)
-        parts = [(voice, [span for span in voice.spans(new) if span.k.shape[1]]) for voice in self.voices]
+        parts = [(voice, voice.shown(new)) for voice in self.voices]
         # Whoever wants probabilities comes first: the others take that call's output.
         parts.sort(key=lambda part: part[1][0].observe is None)
         found: dict[Observe | None, Any] = {}
