@@ -16,8 +16,9 @@ from longchat_cli import kernels, state
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.hf import HFDecoder
 from longchat_cli.engine import EngineInfo
-from longchat_cli.errors import UsageError
+from longchat_cli.errors import OutOfMemory, UsageError
 from longchat_cli.local import LocalEngine
+from longchat_cli.models import static
 from longchat_cli.models.lean import LeanDecoder
 from longchat_cli.models.static import StaticStep
 from longchat_cli.prompt import Message
@@ -192,6 +193,21 @@ def test_other_models_and_packed_keys_say_why_not(decoder):
         StaticStep(HFDecoder(tiny.build("Llama")), method_class("sink").build({}))
     with pytest.raises(UsageError, match="few bits"):
         StaticStep(decoder, method_class("sink").build({"kv_dtype": "int8"}))
+
+
+def test_rings_that_do_not_fit_say_so(decoder, monkeypatch):
+    """They are made whole; without --compile a window fills as the text comes."""
+    huge = method_class("sink").build({"window": 2**31 - 1, "sinks": 2**31 - 1})
+    with pytest.raises(OutOfMemory, match=r"4,294,967,294 tokens take [\d.]+ GiB at once"):
+        StaticStep(decoder, huge)
+    fitting, ids = method_class("sink").build({"window": 500, "sinks": 4}), tiny.tokens(9)
+    step = StaticStep(decoder, fitting)
+    stepped(step, read(decoder, fitting, ids), ids[:1])
+    monkeypatch.setattr(static, "free_bytes", step.bytes)
+    StaticStep(decoder, fitting)
+    monkeypatch.setattr(static, "free_bytes", lambda: step.bytes() - 1)
+    with pytest.raises(OutOfMemory):
+        StaticStep(decoder, fitting)
 
 
 @pytest.mark.slow

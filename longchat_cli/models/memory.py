@@ -1,8 +1,10 @@
-"""What keys and values weigh, from a model's config.json alone."""
+"""What keys and values weigh, from a model's config.json alone, and what memory is free."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 BYTES_PER_VALUE = 2
@@ -22,6 +24,16 @@ def kv_bytes(config: Mapping[str, Any], tokens: int) -> int:
     held = {"full_attention": tokens, "sliding_attention": min(tokens, text.get("sliding_window") or tokens)}
     kinds = text.get("layer_types") or ["full_attention"] * layers
     return per_token * sum(held.get(kind, 0) for kind in kinds)
+
+
+def free_bytes() -> int:
+    """Bytes of main memory that can be had without swapping; where nobody says, all there are."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:

@@ -20,9 +20,11 @@ from torch import Tensor
 from longchat_cli.attention.buffer import Buffer, KVBuffer
 from longchat_cli.attention.layer import Cache, Layer, Method, Step
 from longchat_cli.attention.window import WindowLayer
-from longchat_cli.errors import UsageError
+from longchat_cli.config import format_bytes
+from longchat_cli.errors import OutOfMemory, UsageError
 from longchat_cli.kernels import Span
 from longchat_cli.models.lean import LeanDecoder
+from longchat_cli.models.memory import free_bytes
 
 
 class Clock:
@@ -123,7 +125,8 @@ class FixedLayer(Layer):
 class StaticStep:
     """Decodes from a cache's state, which stays behind until `settle` brings it up to date.
 
-    Raises UsageError where the method's state has no fixed shape or the model is not a LeanDecoder.
+    Raises UsageError where the method's state has no fixed shape or the model is not a LeanDecoder,
+    OutOfMemory where the rings, which are made whole, would not fit.
     """
 
     def __init__(self, decoder: Any, method: Method) -> None:
@@ -131,6 +134,7 @@ class StaticStep:
         reason = _refusal(decoder, method, layers)
         if reason:
             raise UsageError("--compile cannot serve here", reason, "leave it out")
+        _check_room(decoder, layers[0].window + getattr(layers[0], "sinks", 0))
         self.decoder: LeanDecoder = decoder
         self.clock = Clock(layers[0].window, decoder.device)
         self.layers = [FixedLayer(layer, self.clock) for layer in layers]
@@ -214,6 +218,15 @@ def _refusal(decoder: Any, method: Method, layers: list[Layer]) -> str | None:
     if not all(isinstance(layer, WindowLayer) for layer in layers):
         return "the method's state has no fixed shape, as that of window, sink and lm-infinite has"
     return None if method.kv_dtype == "auto" else "keys and values are in few bits"
+
+
+def _check_room(decoder: LeanDecoder, tokens: int) -> None:
+    needed = 2 * decoder.layers * decoder.kv_heads * decoder.dim * decoder.dtype.itemsize * tokens
+    on_gpu = decoder.device.type == "cuda"
+    free = torch.cuda.mem_get_info(decoder.device)[0] if on_gpu else free_bytes()
+    if needed > free:
+        why = f"{tokens:,} tokens take {format_bytes(needed)} at once, and {format_bytes(free)} are free"
+        raise OutOfMemory("--compile cannot serve here", why, "choose a smaller --window, or leave it out")
 
 
 def _begun(layer: Any) -> bool:
