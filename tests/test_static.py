@@ -200,7 +200,7 @@ def test_rings_that_do_not_fit_say_so(decoder, monkeypatch):
     huge = method_class("sink").build({"window": 2**31 - 1, "sinks": 2**31 - 1})
     with pytest.raises(OutOfMemory, match=r"4,294,967,294 tokens take [\d.]+ GiB at once"):
         StaticStep(decoder, huge)
-    fitting, ids = method_class("sink").build({"window": 500, "sinks": 4}), tiny.tokens(9)
+    fitting, ids = method_class("window").build({"window": 500}), tiny.tokens(9)
     step = StaticStep(decoder, fitting)
     stepped(step, read(decoder, fitting, ids), ids[:1])
     monkeypatch.setattr(static, "free_bytes", step.bytes)
