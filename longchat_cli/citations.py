@@ -35,10 +35,11 @@ LOOK_BACK = 8
 """Words before a quote, within its clause, among which a negation counts."""
 
 _LEAD = re.compile(
-    r"(?:[-*•+]\s+|\(?\d{1,2}[.)]\s+|#+\s+|>\s+)*"
+    r"(?:[-*•+]\s+|\(?\d{1,2}[.)]\s+|#+\s+|>\s+)*[\"“'*_]*"
     r"(?:(?:yes|no)[,.:]\s+)?"
-    r"(?:(?:according to|based on|in) (?:the|this) (?:text|passage|document|book|context)[^,:]{0,20}[,:]\s+"
-    r"|the (?:text|passage|document|book|author) (?:says|states|mentions)(?: that|:|,)\s+)?",
+    r"(?:(?:according to|based on) (?:(?:the|this) )?(?:text|passage|document|book|context)[,:]?\s+"
+    r"|in (?:the|this) (?:text|passage|document|book|context)[,:]\s+"
+    r"|(?:the )?(?:text|passage|document|book|author) (?:says|states|mentions)(?: that|:|,)?\s+)?",
     re.IGNORECASE,
 )
 """What an answer puts before the statement: a list's marks, yes or no, who says it."""
@@ -262,9 +263,14 @@ class Checker:
     def _lead_in(self, statement: _Statement, index: int) -> int:
         """The first of the small words that stand before word `index` in the statement, too."""
         for word in reversed(statement.words[: statement.at[0]]):
-            if not index or self._word(index - 1).text != word.text or _CLAUSE.search(self._gap(index - 1)):
-                break
-            index -= 1
+            before = index
+            while before and not _CLAUSE.search(self._gap(before - 1)):
+                before -= 1
+                if self._word(before).text == word.text:
+                    index = before
+                    break
+                if self._word(before).keys or self._word(before).soft:
+                    break
         return index
 
     def _same_meaning(self, statement: _Statement, at: Sequence[int], first: int) -> bool:
@@ -280,8 +286,8 @@ class Checker:
         """Small words between the keys: left out or put in, a few, but not exchanged, and no passive made."""
         changes = 0
         for (i, j), (m, n) in zip(pairwise(statement.at), pairwise(at), strict=True):
-            ours = {word.soft for word in statement.words[i:j]} - {""}
-            theirs = {self._word(index).soft for index in range(m, n)} - {""}
+            ours = _small(statement.words[i : j + 1])
+            theirs = _small([self._word(index) for index in range(m, n + 1)])
             if ours - theirs and theirs - ours:
                 return False
             passive = statement.words[j].participle or self._word(n).participle
@@ -370,6 +376,17 @@ class Checker:
             buckets = np.unique(postings // WINDOW)
             score[np.union1d(buckets, buckets + 1)] += np.log1p(len(self._keys) / len(postings))
         return int(score.argmax())
+
+
+def _small(words: Sequence[Word]) -> set[str]:
+    """The classes of small words between the first and last of `words`, parts of contractions among them."""
+    if len(words) == 1:
+        return set()
+    first, *inner, last = words
+    found = {word.soft for word in inner}
+    found |= {first.soft} if first.keys[-1:] != ("not",) else set()  # he's: behind; isn't: before
+    found |= {last.soft} if last.keys[:1] == ("not",) else set()
+    return found - {""}
 
 
 def _joined(pair: Sequence[Word], whole: Word) -> bool:

@@ -53,6 +53,7 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     naturalqa   natural questions, passages planted in a book (--data)
     perplexity  perplexity by position of a book (--data)
     stream      step time and bytes held along one stream
+    citations   true and altered statements checked against their text (no model; a book: --data)
     """
     from pathlib import Path
 
@@ -73,7 +74,9 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
         (), None, method, method_options, params["overflow"], Sampling(max_tokens=params["max_tokens"])
     )
     opener = engine_opener(take(params, MODEL), console)
-    subject = evaluated.subject(opener, request, Console(quiet=True), Interrupts(), params["rank_only"])
+    subject = running.Subject(len)
+    if task not in running.TASKS or running.TASKS[task].needs_model:
+        subject = evaluated.subject(opener, request, Console(quiet=True), Interrupts(), params["rank_only"])
     with console.progress(task) as bar:
         result = running.run(task, subject, options, bar or (lambda done, total: None))
     result |= {"method": method, "options": method_options}

@@ -13,6 +13,7 @@ from longchat_cli.engine import Engine
 from longchat_cli.errors import BadInput, LongchatError, UsageError
 from longchat_cli.evaluation import facts, lines, naturalqa
 from longchat_cli.evaluation.cases import Case, Generator, Query, Setting
+from longchat_cli.evaluation.citing import citing
 from longchat_cli.evaluation.haystack import Count, load_text
 from longchat_cli.evaluation.perplexity import Forward, by_position, losses
 from longchat_cli.evaluation.score import contains, grade, interval, normalise
@@ -60,11 +61,12 @@ class Options:
 @dataclass(frozen=True)
 class Task:
     """`run(subject, options, progress)` gives {"samples": [...], "totals": [...]}; `generate` makes the texts
-    of a task that asks questions."""
+    of a task that asks questions. Without `needs_model` the subject is not looked at."""
 
     help: str
     run: Callable[[Subject, Options, Progress], dict[str, Any]] = field(repr=False)
     generate: Generator | None = field(default=None, repr=False)
+    needs_model: bool = True
 
 
 def run(
@@ -199,6 +201,10 @@ def _stream(subject: Subject, options: Options, progress: Progress) -> dict[str,
     return {"samples": [], "totals": stream(subject.engine, subject.encode(text), options.lengths, progress)}
 
 
+def _citing(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+    return citing(options.n, options.lengths[0], options.seed, options.data)
+
+
 TASKS: dict[str, Task] = {
     "needle": _asking("one magic number in each text", facts.single),
     "lookalike": _asking("ten magic numbers of different keys in one text", facts.lookalike),
@@ -211,4 +217,5 @@ TASKS: dict[str, Task] = {
     "naturalqa": _asking("natural questions, passages planted in a book (--data)", naturalqa.naturalqa),
     "perplexity": Task("perplexity by position of a book (--data)", _perplexity),
     "stream": Task("step time and bytes held along one stream", _stream),
+    "citations": Task("true and altered statements before the citation checker", _citing, needs_model=False),
 }
