@@ -17,6 +17,8 @@ COMMANDS: dict[str, str] = {
     "methods": "methods:methods",
     "models": "models:models",
     "eval": "evaluate:evaluate",
+    "bench": "bench:bench",
+    "config": "config:config",
     "doctor": "doctor:doctor",
 }
 

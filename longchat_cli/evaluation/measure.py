@@ -53,6 +53,15 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in re.split(r",(?![\w-]+=)", text) if part.strip())
 
 
+def named(method: str) -> tuple[str, dict[str, Any]]:
+    """The name and options of "NAME option=value ..." or "NAME:option=value,...". Raises UsageError."""
+    name = re.split(r"[\s:]", method.strip())[0]
+    rest = method.strip().removeprefix(name)
+    cls = method_class(name)
+    given = rest[1:].split(",") if rest.startswith(":") else rest.split()
+    return name, dict(_parsed(cls, text) for text in given)
+
+
 def share(text: str) -> Fraction:
     """A share of one, as 1/8 or 0.125. Raises UsageError."""
     try:
@@ -101,10 +110,9 @@ class Plan:
 
     def options(self, method: str) -> tuple[str, dict[str, Any]]:
         """The name and options that one of `methods` stands for. Raises UsageError."""
-        name, *given = method.split()
-        cls = method_class(name)
-        scaled = cls.at_budget(max(int(self.length * self.budget), 1), self.length)
-        return name, scaled | dict(_parsed(cls, text) for text in given)
+        name, given = named(method)
+        scaled = method_class(name).at_budget(max(int(self.length * self.budget), 1), self.length)
+        return name, scaled | given
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""The process that measures longchat: `python -m longchat_cli.benchmark.ours`, a job on stdin."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from longchat_cli.benchmark.process import Row, resident, serve
+
+if TYPE_CHECKING:
+    from longchat_cli.local import LocalEngine
+
+
+def measure(job: Row) -> Row:
+    """Figures of one prompt and the tokens after it, under one method.
+
+    Job: engine (model, device, dtype, quantize, compile, kernel), method, options, ids, following (the text's
+    next ids, decoded one by one whatever the model would say), warm (tokens read before the clock starts, so
+    that nothing is made under it), threads, count (whether to say what was asked of the machine).
+    """
+    base = resident()  # torch is imported, longchat's own room is not
+    from longchat_cli import kernels, local
+
+    torch.set_num_threads(job["threads"])
+    settings = dict(job["engine"])
+    kernels.force(settings.pop("kernel"))
+    engine = local.open_engine(method=job["method"], options=job["options"], **settings)
+    ids, following = job["ids"], job["following"]
+    _read(engine, ids[: job["warm"]], following[:3])
+    figures = _read(engine, ids, following)
+    figures["resident"] = resident() - base
+    from longchat_cli.benchmark import limits
+
+    figures["held"], figures["kept"] = engine.coverage().bytes, limits.kept(engine.decoder)
+    figures["about"] = _about(engine)
+    if engine.decoder.device.type == "cpu":
+        size = sum(size for size, _ in limits.matrices(engine.decoder)) + figures["held"]
+        figures["rates"] = {
+            "bytes": size,
+            "bytes_per_s": limits.reading(size, job["threads"]),
+            "flops_per_s": limits.multiplying(engine.decoder.dtype),
+        }
+        if job["count"]:
+            figures["asked"] = _asked(engine, ids, following)
+    return figures
+
+
+def _read(engine: LocalEngine, ids: Sequence[int], following: Sequence[int]) -> Row:
+    """Seconds until the first token is chosen and of a later one on average; the kernels that served."""
+    from longchat_cli import kernels
+    from longchat_cli.local import choose
+    from longchat_cli.sampling import Sampling
+
+    greedy = Sampling(temperature=0.0)
+
+    def chosen() -> None:
+        assert engine.logits is not None
+        choose(engine.logits, greedy, ())
+
+    engine.reset()
+    kernels.served.clear()
+    begun = time.perf_counter()
+    engine.prefill(ids)
+    chosen()
+    first = time.perf_counter()
+    served = kernels.served.copy()
+    for id in following:
+        engine.feed([id], decoding=True)
+        chosen()
+    seconds = time.perf_counter() - first
+    return {
+        "first_s": first - begun,
+        "step_s": seconds / max(len(following), 1),
+        "served": {"prompt": dict(served), "steps": dict(kernels.served - served)},
+    }
+
+
+def _about(engine: LocalEngine) -> Row:
+    info = engine.info
+    decoding = [] if engine.static is None else [f"decoding: {engine.static.about}"]
+    return {
+        "model": info.model,
+        "device": info.device,
+        "dtype": info.dtype,
+        "notes": [*info.notes, *decoding],
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _asked(engine: LocalEngine, ids: Sequence[int], following: Sequence[int]) -> Row:
+    """The least that the prompt and a step after it ask for: FLOPs, and bytes.
+
+    Counted over the same tokens once more, the steps on torch's path, where every attention call is seen.
+    """
+    from longchat_cli import kernels
+    from longchat_cli.benchmark import limits
+
+    engine.reset()
+    with limits.counting() as prompt:
+        engine.prefill(ids)
+    kernels.force("reference")
+    with limits.counting() as steps:
+        for id in following:
+            engine.feed([id], decoding=True)
+    *inner, head = limits.matrices(engine.decoder)
+    return {
+        "prompt_flops": 2 * (len(ids) * sum(weights for _, weights in inner) + head[1]) + prompt.flops,
+        "step_bytes": sum(size for size, _ in (*inner, head)) + steps.bytes // max(len(following), 1),
+    }
+
+
+if __name__ == "__main__":
+    serve(measure)
+    sys.exit(0)
