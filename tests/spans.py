@@ -68,3 +68,22 @@ def random_span(
     if rng.random() < 0.5:
         observe = Observe(rng.choice(["last", "sum"]), rng.choice(["max", "mean", "sum"]))
     return Span(*held, start, stop, turn, observe)
+
+
+def check(q: Tensor, span: Span) -> None:
+    """That a span keeps the rules that kernels rely on, for queries [heads, rows, dim]."""
+    rows, (groups, keys, dim) = q.shape[1], span.k.shape
+    assert tuple(span.v.shape[:2]) == (groups, keys) and keys > 0
+    assert q.shape[0] % groups == 0 and q.shape[2] == dim
+    for bound in span.limits():
+        if isinstance(bound, Tensor):
+            assert bound.dtype == torch.int64 and bound.shape in ((rows,), (1,))
+    assert (torch.as_tensor(span.limits()[1]) <= keys).all()
+    if span.turn is not None:
+        assert span.turn.cos.shape == span.turn.sin.shape and len(span.turn.cos) in (1, rows)
+    if span.index is not None:
+        assert span.observe is None and span.index.dtype == torch.int64
+        assert span.index.shape[:2] == (groups, -(-rows // INDEX_ROWS))
+        for listed in span.index.flatten(0, 1).tolist():
+            real = [key for key in listed if key != -1]
+            assert len(set(real)) == len(real) and all(0 <= key < keys for key in real)

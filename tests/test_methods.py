@@ -6,15 +6,19 @@ import dataclasses
 
 import oracle
 import pytest
+import tiny
 import torch
 from small import SMALL
+from spans import check
 from torch import Tensor
 
+from longchat_cli import kernels
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.layer import Cache, Layer
 from longchat_cli.attention.rope import Rope, probe
 from longchat_cli.attention.select import pooled, ranked
 from longchat_cli.errors import UsageError
+from longchat_cli.models.lean import LeanDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-4
@@ -434,3 +438,42 @@ def test_probe_tells_rotations_apart():
     assert found[:4] == [candidates[0], candidates[3], candidates[2], candidates[1]]
     assert found[4] is None
     assert all(isinstance(reason, str) for reason in found[5:])
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lean")
+    tiny.build("Llama").save_pretrained(path)
+    return LeanDecoder.from_dir(path, dtype=torch.float32)
+
+
+def lends(name: str) -> bool:
+    """Whether another method may read its prompts."""
+    return method_class(name).dense_prompts and not method_class(name).observes_prompts
+
+
+RULED = [(name, shared) for name in METHODS for shared in ({}, {"kv_dtype": "int4"})]
+RULED += [(name, {"prefill": "minference:vertical=2,slash=30"}) for name in METHODS if lends(name)]
+
+
+@pytest.mark.parametrize(("name", "shared"), RULED, ids=str)
+def test_spans_keep_the_rules_of_kernels(decoder, name, shared, monkeypatch):
+    """Whatever a method returns, in long and short calls and while decoding: within the keys, none twice."""
+    method = method_class(name).build(SMALL.get(name, {}) | shared)
+    attend, checked = kernels.attend, []
+
+    def checking(q, spans, *others):
+        for span in spans:
+            check(q, span)
+            checked.append(span.index is not None)
+        return attend(q, spans, *others)
+
+    monkeypatch.setattr(kernels, "attend", checking)
+    cache, ids = decoder.new_cache(method), tiny.tokens(220)
+    for part in [ids[:200]] if method.whole else ids[:200].split([100, 1, 70, 29]):
+        decoder.forward(part, cache)
+    cache.decoding = True
+    for token in ids[200:]:
+        decoder.forward(token.view(1), cache)
+    assert len(checked) >= 20 * len(cache.layers)
+    assert any(checked) or "prefill" not in shared, "the prompt was read through lists"
