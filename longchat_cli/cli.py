@@ -24,7 +24,7 @@ Exit codes:
 \b
 Every option can be set in the environment: LONGCHAT_ASK_MODEL for `ask --model`,
 LONGCHAT_MODEL for every command. The command line wins over LONGCHAT_ASK_MODEL,
-that over LONGCHAT_MODEL, that over the default.
+that over LONGCHAT_MODEL, that over the files of `longchat config`, these over the default.
 """
 
 

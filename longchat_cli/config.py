@@ -24,6 +24,11 @@ def cache_dir() -> Path:
     return _directory("LONGCHAT_CACHE_DIR", platformdirs.user_cache_path(APP))
 
 
+def config_dir() -> Path:
+    """The user's configuration file: $LONGCHAT_CONFIG_DIR, else XDG_CONFIG_HOME."""
+    return _directory("LONGCHAT_CONFIG_DIR", platformdirs.user_config_path(APP))
+
+
 def state_dir() -> Path:
     """Histories and logs: $LONGCHAT_STATE_DIR, else XDG_STATE_HOME."""
     return _directory("LONGCHAT_STATE_DIR", platformdirs.user_state_path(APP))

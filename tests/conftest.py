@@ -107,7 +107,7 @@ def models_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (home / "data").mkdir()
     (home / "data" / "models").symlink_to(kept, target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("data", "cache", "state"):
+        for name in ("config", "data", "cache", "state"):
             patch.setenv(f"LONGCHAT_{name.upper()}_DIR", str(home / name))
         yield home / "data"
 

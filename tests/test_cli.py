@@ -293,13 +293,13 @@ def test_sizes_and_method_options_reach_the_method(
 
 def test_method_options_do_not_collide_silently() -> None:
     """No method has an option of a command's own name."""
-    from longchat_cli.commands.framework import MethodCommand
+    from longchat_cli.commands.framework import MethodCommand, method_options
 
     for command in (cli.commands["ask"], cli.commands["chat"], cli.commands["eval"]):
         assert isinstance(command, MethodCommand)
         own = {flag for param in command.params for flag in param.opts}
         for name in METHODS:
-            extra = [flag for param in command._method_params(["-m", name, "--help"]) for flag in param.opts]
+            extra = [flag for param in method_options(name, "LONGCHAT_ASK_") for flag in param.opts]
             assert not own & set(extra)
             assert len(extra) == len(set(extra))
 

@@ -20,7 +20,7 @@ MODULES = {
 HEAVY = ("torch", "transformers", "bitsandbytes", "triton", "flash_attn")
 
 LAYERS = [
-    {"errors", "config", "sampling", "terminal_text", "terminal"},
+    {"errors", "config", "settings", "sampling", "terminal_text", "terminal"},
     {"kernels"},
     {"attention"},
     {"tokens", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
@@ -33,7 +33,8 @@ LAYERS = [
 """Rooms from the bottom up: a room imports its own layer and those below."""
 
 LIGHT = [
-    "errors", "config", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
+    "errors", "config", "settings",
+    "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
     "evaluation.lines", "recall.lexical", "recall.passages", "citations", "wording",

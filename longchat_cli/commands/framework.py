@@ -9,7 +9,9 @@ from typing import Any, get_type_hints
 import click
 
 from longchat_cli.attention import METHODS, method_class
+from longchat_cli.commands import configured
 from longchat_cli.commands.options import Name, Size
+from longchat_cli.terminal import Console
 
 
 def _set_global(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -42,7 +44,9 @@ def global_options(hidden: bool) -> list[click.Parameter]:
 
 
 class Command(click.Command):
-    """A command that also takes the global options, and whose options have two environment variables."""
+    """A command with the global options, whose options have two environment variables and two files."""
+
+    configurable = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,6 +55,28 @@ class Command(click.Command):
             if isinstance(param, click.Option) and param.name and param.envvar is None:
                 name = param.name.upper()
                 param.envvar = [f"LONGCHAT_{str(self.name).upper()}_{name}", f"LONGCHAT_{name}"]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        self.prepare(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def prepare(self, ctx: click.Context, args: Sequence[str]) -> configured.Settings:
+        """Take the defaults of the configuration files, and return what is in these. Raises BadConfig."""
+        # Help and completion show what is built in, and come whatever the files are like.
+        shows_help = bool(set(ctx.help_option_names) & set(_before_dashes(args)))
+        applies = self.configurable and not ctx.resilient_parsing and not shows_help
+        root = ctx.find_root().command
+        settings = configured.Settings(())
+        if applies and isinstance(root, click.Group):
+            settings = configured.load(root, Console().warn)
+        ctx.default_map = settings.defaults(path_of(ctx), self)
+        return settings
+
+
+def path_of(ctx: click.Context) -> configured.Path:
+    """("models", "list") for `longchat models list`."""
+    above = path_of(ctx.parent) if ctx.parent else ()
+    return (*above, str(ctx.info_name)) if ctx.parent else ()
 
 
 class Group(click.Group):
@@ -71,7 +97,6 @@ class MethodCommand(Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[__name__] = self._method_params(args)
         given: dict[str, Any] = {}
         ctx.params["method_options"] = given
         rest = super().parse_args(ctx, args)
@@ -80,6 +105,19 @@ class MethodCommand(Command):
             if value is not None:
                 given[param.name.removeprefix(_METHOD_PREFIX)] = value
         return rest
+
+    def prepare(self, ctx: click.Context, args: Sequence[str]) -> configured.Settings:
+        settings = super().prepare(ctx, args)
+        named = self._named_method(args)
+        default = next(param.default for param in self.params if param.name == "method")
+        method = str(named or ctx.lookup_default("method") or default)
+        method = "recall" if method == "auto" else method  # what auto adds to full has the options
+        written = settings.method(path_of(ctx), method)
+        shown = named and "--help" in _before_dashes(args)
+        wanted = method in METHODS and (written or shown or self._has_foreign(args))
+        ctx.meta[__name__] = method_options(method, self._prefix) if wanted else []
+        ctx.default_map = {**(ctx.default_map or {}), **configured.convert_all(ctx.meta[__name__], written)}
+        return settings
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return super().get_params(ctx) + ctx.meta.get(__name__, [])
@@ -91,23 +129,17 @@ class MethodCommand(Command):
             formatter.write_text(f"Each method has options of its own: `{command}` shows them.")
         super().format_epilog(ctx, formatter)
 
-    def _method_params(self, args: Sequence[str]) -> list[click.Parameter]:
+    @property
+    def _prefix(self) -> str:
+        return configured.prefix((str(self.name),))
+
+    def _has_foreign(self, args: Sequence[str]) -> bool:
+        """Whether there is a flag or a variable that none of the command's own options takes."""
         own = {flag for param in self.params for flag in (*param.opts, *param.secondary_opts)} | {"--help"}
         flags = {arg.split("=")[0] for arg in _before_dashes(args) if arg.startswith("--")}
-        prefix = f"LONGCHAT_{str(self.name).upper()}_"
-        variables = {
-            name.removeprefix(prefix).lower().replace("_", "-")
-            for name in os.environ
-            if name.startswith(prefix)
-        }
-        named = self._named_method(args)
-        foreign = flags - own or {f"--{name}" for name in variables} - own
-        if not foreign and not (named and "--help" in flags):
-            return []
-        default = next(param.default for param in self.params if param.name == "method")
-        method = named or str(default)
-        method = "recall" if method == "auto" else method  # what auto adds to full has the options
-        return _method_options(method, prefix) if method in METHODS else []
+        names = {name.removeprefix(self._prefix) for name in os.environ if name.startswith(self._prefix)}
+        variables = {f"--{name.lower().replace('_', '-')}" for name in names}
+        return bool(flags - own or variables - own)
 
     def _named_method(self, args: Sequence[str]) -> str | None:
         args = list(_before_dashes(args))
@@ -129,11 +161,11 @@ def _before_dashes(args: Sequence[str]) -> Sequence[str]:
     return args[: list(args).index("--")] if "--" in args else args
 
 
-def _method_options(method: str, prefix: str) -> list[click.Parameter]:
+def method_options(method: str, prefix: str) -> list[click.Option]:
     """The fields of a method as click options; a test keeps their names apart from the commands' own."""
     cls = method_class(method)
     types = get_type_hints(cls)
-    options: list[click.Parameter] = []
+    options: list[click.Option] = []
     for field in cls.options():
         flag = "--" + field.name.replace("_", "-")
         yes_no = types[field.name] is bool
