@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longchat_cli import attention
-from longchat_cli.documents import Collection, Document, Location
+from longchat_cli.documents import Collection, Document
 from longchat_cli.engine import Engine, Progress
 from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageError
 from longchat_cli.prompt import Message, Prompt, Text
 from longchat_cli.sampling import Sampling
+from longchat_cli.sources import Range, Sources, place, tokens_read
 from longchat_cli.terminal import Console, Interrupts
 from longchat_cli.terminal_text import Sanitizer
 
@@ -48,11 +49,16 @@ class Finder(Protocol):
 
 
 MakeFinder = Callable[[Engine, Sequence[Document], Mapping[str, Any]], Finder]
+Weigh = Callable[[Any, Any, Sequence[int]], Sequence[float]]
+"""Attention that an answer's tokens paid to each token before: (engine, mark before the answer, its ids)."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to ask and how. `method` 'auto' is `full` where everything fits the window, else `recall`."""
+    """What to ask and how. `method` 'auto' is `full` where everything fits the window, else `recall`.
+
+    `cite`: look every answer up in the documents.
+    """
 
     questions: tuple[str, ...]
     system: str | None = None
@@ -60,6 +66,7 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
     overflow: str = "error"
     sampling: Sampling = field(default_factory=Sampling)
+    cite: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,8 @@ class Answer:
     timings: find_s, prefill_s, decode_s, tokens_per_s.
     coverage: seen, visible, forgotten, bytes (of the model's state), read (document tokens in the prompt).
     passages: source, line, end_line, place, begin, end (characters), score, text.
+    citations: per sentence begin, end (of the answer), sentence, verdict, exact, quote (a place as above).
+    rested: places that the answer's tokens looked at, with their share, the most first.
     """
 
     question: str
@@ -82,6 +91,8 @@ class Answer:
     coverage: dict[str, int]
     documents: list[str]
     passages: list[dict[str, Any]]
+    citations: list[dict[str, Any]] = field(default_factory=list)
+    rested: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def cancelled(self) -> bool:
@@ -104,11 +115,6 @@ class Answer:
         reused = self.usage["reused_tokens"]
         again = f", reused {reused:,} of {self.usage['prompt_tokens']:,}" if reused else ""
         return f"{self.method}: read {read:,} of {total:,} tokens of {_names(self.documents)}, {seen}{again}"
-
-
-def place(passage: Mapping[str, Any]) -> str:
-    """`book.txt:120-131` or `paper.pdf, page 3` for a passage of an answer."""
-    return str(Location(*(passage[name] for name in ("source", "line", "end_line", "place"))))
 
 
 def split_arguments(
@@ -183,18 +189,19 @@ def ask(
     console: Console,
     interrupts: Interrupts,
     show: Callable[[Engine, Prompt], None] | None = None,
+    weigh: Weigh | None = None,
 ) -> Iterator[Answer]:
     """Answer every question in turn, streaming text to `emit`; the last answer may be cut by Ctrl-C.
 
-    `show` receives each prompt before it is read. Raises ContextOverflow, KeyboardInterrupt while reading,
-    and whatever opening the model or its method raises.
+    `show` receives each prompt before it is read; `weigh` tells what a cited answer rested on. Raises
+    ContextOverflow, KeyboardInterrupt while reading, and whatever opening the model or its method raises.
     """
     documents = collection.documents
     if not documents:
         raise BadInput("there is no text to ask about")
     auto = request.method == "auto"  # its options are those of recall, for the finder
     engine = open_engine("full", {}) if auto else open_engine(request.method, request.options)
-    session = _Session(engine, documents, request, emit, console, interrupts, show)
+    session = _Session(engine, documents, request, emit, console, interrupts, show, weigh)
     session.require_questions_fit()
     method = session.method()
     if method == "recall":
@@ -222,9 +229,11 @@ class _Session:
         console: Console,
         interrupts: Interrupts,
         show: Callable[[Engine, Prompt], None] | None,
+        weigh: Weigh | None,
     ) -> None:
         self.engine, self.documents, self.request = engine, documents, request
         self.emit, self.console, self.interrupts, self.show = emit, console, interrupts, show
+        self.weigh, self.sources = weigh, Sources(documents)
         self.warned = False
         self.total = sum(engine.count(_body(document)) for document in documents)
         self.room = engine.info.window - request.sampling.max_tokens
@@ -296,8 +305,7 @@ class _Session:
             self.show(self.engine, prompt)
         self.engine.reset()
         timings["prefill_s"] = self._read(prompt.ids, "recall")
-        passages = [self._describe(passage) for passage in found]
-        return self._generate(question, prompt, "recall", reused=0, timings=timings, passages=passages)
+        return self._generate(question, prompt, "recall", reused=0, timings=timings, found=found)
 
     def _prompt(self, documents: Sequence[Document], question: str) -> Prompt:
         return self.engine.render(messages(self.request.system, compose(documents, question)))
@@ -353,19 +361,25 @@ class _Session:
         method: str,
         reused: int,
         timings: dict[str, float],
-        passages: Sequence[dict[str, Any]] = (),
+        found: Sequence[Found] = (),
     ) -> Answer:
         start = time.perf_counter()
-        sanitizer, pieces, count, stop = Sanitizer(), [], 0, "cancelled"
+        weighs = self.weigh is not None and self.request.cite and method in ("full", "recall")
+        mark = self.engine.snapshot() if weighs else None
+        sanitizer, pieces, stop = Sanitizer(), [], "cancelled"
+        ids: list[int] = []
         with self.interrupts.catching():
             for piece in self.engine.generate(self.request.sampling, self.interrupts.stopped):
                 pieces.append(sanitizer.feed(piece.text))
                 self.emit(pieces[-1])
-                count, stop = count + len(piece.ids), piece.stop or stop
+                ids += piece.ids
+                stop = piece.stop or stop
         seconds = time.perf_counter() - start
-        timings |= {"decode_s": seconds, "tokens_per_s": count / seconds if seconds else 0.0}
+        timings |= {"decode_s": seconds, "tokens_per_s": len(ids) / seconds if seconds else 0.0}
         state = self.engine.coverage()
-        read = sum(region.stop - region.start for region in prompt.regions if region.source is not None)
+        evidence: dict[str, Any] = {}
+        if self.request.cite and stop != "cancelled":
+            evidence = self._evidence("".join(pieces), prompt, found, mark, ids)
         return Answer(
             question=question,
             answer="".join(pieces),
@@ -376,13 +390,26 @@ class _Session:
                 "document_tokens": self.total,
                 "prompt_tokens": len(prompt),
                 "reused_tokens": reused,
-                "answer_tokens": count,
+                "answer_tokens": len(ids),
             },
             timings={name: round(value, 4) for name, value in timings.items()},
-            coverage={**asdict(state), "read": read},
+            coverage={**asdict(state), "read": tokens_read(prompt)},
             documents=[document.name for document in self.documents],
-            passages=list(passages),
+            passages=[self._describe(passage) for passage in found],
+            **evidence,
         )
+
+    def _evidence(
+        self, answer: str, prompt: Prompt, found: Sequence[Found], mark: Any, ids: Sequence[int]
+    ) -> dict[str, Any]:
+        """Both kinds of sources of an answer; an interrupt waits for them."""
+        read: list[Range] = [(passage.document, passage.begin, passage.end) for passage in found]
+        with self.interrupts.catching():
+            paid = self.weigh(self.engine, mark, ids) if self.weigh and mark is not None else ()
+            return {
+                "citations": self.sources.citations(answer, read),
+                "rested": self.sources.rested(prompt, paid, read),
+            }
 
     def _compose_passages(self, found: Sequence[Found], question: str) -> Message:
         """The passages, the nearest sentence of the best one once more, and the question.
@@ -393,8 +420,7 @@ class _Session:
         parts = [self._cut(passage.document, passage.begin, passage.end) for passage in found]
         if found:
             best = max(found, key=lambda passage: passage.score)
-            # Without a source: it was counted with its passage.
-            parts.append(Text(self._cut(best.document, *best.focus).text))
+            parts.append(self._cut(best.document, *best.focus))
         spaced = [piece for part in parts for piece in (part, Text("\n\n"))]
         return _labelled(spaced, question)
 
