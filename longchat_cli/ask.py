@@ -5,6 +5,7 @@ Plain functions over the `Engine` protocol; whatever opens a model or builds a s
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,8 @@ from longchat_cli.terminal_text import Sanitizer
 
 MANY = 200_000
 """Tokens from which indexing takes long enough to be announced."""
+QUOTED = 3
+"""Passages that `quote` gives where the method's options name no number."""
 AROUND = 160
 """Tokens kept free beside the passages: the labels and the sentence that is said again."""
 
@@ -217,6 +220,47 @@ def ask(
         yield from session.answer_from_everything(method)
 
 
+@dataclass(frozen=True)
+class Quotes:
+    """The passages nearest to a question, best first; fields as in `Answer`."""
+
+    question: str
+    passages: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """Each passage under its place."""
+        return "\n\n".join(f"{place(passage)}\n{passage['text']}" for passage in self.passages)
+
+
+def quote(
+    open_engine: Open, make_finder: MakeFinder, documents: Sequence[Document], request: Request
+) -> Iterator[Quotes]:
+    """What `recall` finds for every question, itself the answer. Raises BadInput."""
+    if not documents:
+        raise BadInput("there is no text to quote from")
+    options = {**request.options, "passages": request.options.get("passages") or QUOTED}
+    finder = make_finder(open_engine("recall", options), documents, options)
+    for question in request.questions:
+        found = sorted(finder.find(question, sys.maxsize), key=lambda passage: -passage.score)
+        yield Quotes(question, [describe(documents, passage) for passage in found])
+
+
+def describe(documents: Sequence[Document], passage: Found) -> dict[str, Any]:
+    """A passage as plain values: its place, characters, score and text."""
+    document = documents[passage.document]
+    return {
+        **asdict(document.locate(passage.begin, passage.end)),
+        "begin": passage.begin,
+        "end": passage.end,
+        "score": round(float(passage.score), 4),
+        "text": document.text[passage.begin : passage.end],
+    }
+
+
 class _Session:
     """One run of `ask`."""
 
@@ -395,7 +439,7 @@ class _Session:
             timings={name: round(value, 4) for name, value in timings.items()},
             coverage={**asdict(state), "read": tokens_read(prompt)},
             documents=[document.name for document in self.documents],
-            passages=[self._describe(passage) for passage in found],
+            passages=[describe(self.documents, passage) for passage in found],
             **evidence,
         )
 
@@ -427,16 +471,6 @@ class _Session:
     def _cut(self, number: int, begin: int, end: int) -> Text:
         document = self.documents[number]
         return Text(document.text[begin:end], document.name, begin)
-
-    def _describe(self, passage: Found) -> dict[str, Any]:
-        document = self.documents[passage.document]
-        return {
-            **asdict(document.locate(passage.begin, passage.end)),
-            "begin": passage.begin,
-            "end": passage.end,
-            "score": round(float(passage.score), 4),
-            "text": document.text[passage.begin : passage.end],
-        }
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:

@@ -15,8 +15,9 @@ Exit codes:
   2 usage                             78 configuration
   3 context overflow refused         129 terminal closed (SIGHUP)
   4 inputs skipped under --strict    130 interrupted (Ctrl-C)
-  6 over --token-budget              141 reader went away (pipe closed)
- 65 bad input data                   143 terminated
+  5 unsupported, with --strict-cite  141 reader went away (pipe closed)
+  6 over --token-budget              143 terminated
+ 65 bad input data
  66 input missing, model unknown
  69 model unavailable
  73 output cannot be created

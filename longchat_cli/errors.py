@@ -41,6 +41,12 @@ class InputsSkipped(LongchatError):
     exit_code = 4
 
 
+class Unsupported(LongchatError):
+    """The documents do not say what an answer says, and --strict-cite asks for it (exit 5)."""
+
+    exit_code = 5
+
+
 class OverTokenBudget(LongchatError):
     """The texts have more tokens than --token-budget allows (exit 6)."""
 

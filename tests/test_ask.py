@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ import pytest
 from conftest import write_tiny_tokenizer
 from fakes import FakeEngine, Opener
 
-from longchat_cli.ask import Answer, Request, ask, split_arguments
+from longchat_cli.ask import Answer, Request, ask, quote, split_arguments
 from longchat_cli.documents import Collection, Document
 from longchat_cli.errors import BadInput, ContextOverflow, UsageError
 from longchat_cli.sampling import Sampling
+from longchat_cli.sources import footnotes
 from longchat_cli.terminal import Console, Interrupts
 from longchat_cli.tokens import Tokenizer
 
@@ -76,6 +78,7 @@ def run(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> Ask:
         window: int = 512,
         prepare: Callable[[FakeEngine], None] = lambda engine: None,
         interrupts: Interrupts | None = None,
+        weigh: Any = None,
         **request: Any,
     ) -> Run:
         made = Opener(tokenizer, window)
@@ -99,6 +102,7 @@ def run(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> Ask:
                 said.append,
                 Console(),
                 interrupts or Interrupts(),
+                weigh=weigh,
             )
         )
         return Run(made, finder, "".join(said), answers)
@@ -305,3 +309,100 @@ def test_control_tokens_in_a_document_stay_text(run: Ask, tmp_path: Path) -> Non
         ids = run("why?", documents=[document]).engine.ids
         counts.append(sum(id in special for id in ids))
     assert counts[0] == counts[1]
+
+
+@pytest.fixture
+def cited(run: Ask) -> Callable[..., Answer]:
+    """The answer to a question about LONG (or `documents`) whose text the engine is made to say."""
+
+    def call(says: str, **settings: Any) -> Answer:
+        def prepare(engine: FakeEngine) -> None:
+            engine.reply = lambda said: says
+
+        settings = {"documents": [LONG], "cite": True, "sampling": Sampling(max_tokens=256), **settings}
+        return run("what is in line 150?", prepare=prepare, **settings).answers[0]
+
+    return call
+
+
+def test_every_sentence_is_cited(cited: Callable[..., Answer]) -> None:
+    answer = cited("The miller counted 150 sacks. The miller counted 250 sacks. It rained.")
+    assert [c["verdict"] for c in answer.citations] == ["verified", "not found", "not found"]
+    first = answer.citations[0]
+    assert (
+        answer.answer[first["begin"] : first["end"]] == first["sentence"] == "The miller counted 150 sacks."
+    )
+    quote = first["quote"]
+    assert (quote["source"], quote["line"]) == ("book.txt", 151)
+    assert LONG.text[quote["begin"] : quote["end"]] == quote["text"] == "the miller counted 150 sacks"
+    assert json.loads(json.dumps(answer.as_json()))["citations"] == answer.citations
+
+
+def test_no_citations_unless_asked(cited: Callable[..., Answer]) -> None:
+    answer = cited("The miller counted 150 sacks.", cite=False)
+    assert answer.citations == answer.rested == []
+
+
+def test_what_an_answer_rested_on_adds_up(run: Ask) -> None:
+    """Of a short text the sentence that was looked at, of a long one the passage that was read."""
+    answers = run("is the river wide?", cite=True, weigh=_attention_to("wide")).answers
+    (best,) = answers[0].rested
+    assert (best["text"], best["share"], best["line"]) == ("The river is wide.", 1.0, 2)
+    answers = run("line 150?", documents=[LONG], cite=True, weigh=_attention_to("sacks")).answers
+    (passage,) = answers[0].rested
+    assert passage["share"] == 1.0
+    assert passage["text"] == answers[0].passages[0]["text"]
+
+
+def _attention_to(word: str) -> Callable[..., list[float]]:
+    """All attention on the tokens that end `word`, in place of a model's."""
+
+    def weigh(engine: FakeEngine, mark: Any, ids: Sequence[int]) -> list[float]:
+        weights, text = [], b""
+        for id in mark:
+            text += engine.tokenizer.token_bytes(id)
+            weights.append(float(text.endswith(word.encode())))
+        return weights
+
+    return weigh
+
+
+def test_the_sentence_that_is_said_again_counts_once(run: Ask) -> None:
+    done = run("what is in line 150?", documents=[LONG])
+    (answer,) = done.answers
+    assert answer.usage["prompt_tokens"] - answer.coverage["read"] > 39  # it is in the prompt twice
+    assert answer.coverage["read"] == done.engine.count(answer.passages[0]["text"])
+
+
+def test_quotes_are_the_passages_themselves(tokenizer: Tokenizer) -> None:
+    begin = LONG.text.index("Line 150")
+    spots = [Spot(0, 0, 10, 0.2), Spot(0, begin, begin + 39, 0.9)]
+    finder = FixedFinder(spots[0])
+    finder.find = lambda question, budget: spots  # type: ignore[method-assign]
+    opener = Opener(tokenizer)
+    (quotes,) = quote(opener, lambda *_: finder, [LONG], Request(("line 150?",)))
+    assert [passage["score"] for passage in quotes.passages] == [0.9, 0.2]
+    assert quotes.as_text().startswith(f"book.txt:151\n{LONG.text[begin : begin + 39]}\n\nbook.txt:1\n")
+    assert opener.last.ids == []
+    with pytest.raises(BadInput):
+        list(quote(opener, lambda *_: finder, [], Request(("line 150?",))))
+
+
+def test_footnotes_are_short_and_safe() -> None:
+    place = {
+        "source": "a\x1b[31m.txt",
+        "line": 3,
+        "end_line": 4,
+        "place": "",
+        "begin": 0,
+        "end": 9,
+        "text": "x",
+    }
+    citations = [
+        {"sentence": "The mill\nhas seven sails. " * 5, "verdict": "verified", "quote": place},
+        {"sentence": "It rained.", "verdict": "not found", "quote": None},
+    ]
+    lines = footnotes(citations, [{**place, "share": 0.755}]).splitlines()
+    assert lines[0].startswith("[1] verified  a.txt:3-4  The mill has seven sails.")
+    assert len(lines[0]) < 100
+    assert lines[1:] == ["[2] not found  It rained.", "read  a.txt:3-4 (76%)"]
