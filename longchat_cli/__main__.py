@@ -113,6 +113,10 @@ def _run(arguments: list[str]) -> int:
 
     from longchat_cli.cli import cli
 
+    if "_LONGCHAT_COMPLETE" in os.environ:
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, "longchat", "_LONGCHAT_COMPLETE", os.environ["_LONGCHAT_COMPLETE"])
     # Not `cli.main`: it has answers of its own to a closed pipe and to Ctrl-C.
     try:
         with cli.make_context("longchat", arguments) as context:

@@ -293,7 +293,8 @@ def test_sizes_and_method_options_reach_the_method(
 
 def test_method_options_do_not_collide_silently() -> None:
     """No method has an option of a command's own name."""
-    from longchat_cli.commands.framework import MethodCommand, method_options
+    from longchat_cli.commands.framework import MethodCommand
+    from longchat_cli.commands.method_options import method_options
 
     for command in (cli.commands["ask"], cli.commands["chat"], cli.commands["eval"]):
         assert isinstance(command, MethodCommand)

@@ -19,6 +19,8 @@ COMMANDS: dict[str, str] = {
     "eval": "evaluate:evaluate",
     "bench": "bench:bench",
     "config": "config:config",
+    "completion": "completion:completion",
+    "man": "man:man",
     "doctor": "doctor:doctor",
 }
 

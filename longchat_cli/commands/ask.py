@@ -22,6 +22,7 @@ from longchat_cli.commands.options import (
     MODEL,
     SAMPLERS,
     Name,
+    complete_files,
     model_options,
     reading_options,
     sampling_options,
@@ -38,7 +39,7 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
 
 
 @command("ask", cls=MethodCommand)
-@click.argument("words", nargs=-1, metavar="DOC... QUESTION")
+@click.argument("words", nargs=-1, metavar="DOC... QUESTION", shell_complete=complete_files)
 @click.option(
     "--question", "-q", "questions", multiple=True, metavar="TEXT", help="A question; repeatable, read once."
 )
@@ -58,7 +59,13 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
     help="What to do when the text does not fit the method.",
 )
 @click.option("--system", metavar="TEXT", help="System prompt.")
-@click.option("--output", "-o", metavar="FILE", help="Write the answer to FILE, atomically.")
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="Write the answer to FILE, atomically.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per question, a line each.")
 @click.option("--show-prompt", is_flag=True, help="Print the prompt on stderr, control tokens marked.")
 @reading_options

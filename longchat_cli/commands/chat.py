@@ -9,7 +9,15 @@ import click
 from longchat_cli.attention import METHODS
 from longchat_cli.commands.context import current_console, engine_opener, read
 from longchat_cli.commands.framework import MethodCommand, command
-from longchat_cli.commands.options import MODEL, SAMPLERS, Name, model_options, sampling_options, take
+from longchat_cli.commands.options import (
+    MODEL,
+    SAMPLERS,
+    Name,
+    complete_files,
+    model_options,
+    sampling_options,
+    take,
+)
 
 
 @command("chat", cls=MethodCommand)
@@ -21,7 +29,14 @@ from longchat_cli.commands.options import MODEL, SAMPLERS, Name, model_options, 
     show_default=True,
     help="Attention method; `longchat methods` explains them.",
 )
-@click.option("--with", "documents", multiple=True, metavar="DOC", help="Start from a document; repeatable.")
+@click.option(
+    "--with",
+    "documents",
+    multiple=True,
+    metavar="DOC",
+    shell_complete=complete_files,
+    help="Start from a document; repeatable.",
+)
 @click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
 @model_options
 @sampling_options(temperature=0.2, top_p=0.9, max_tokens=1024)

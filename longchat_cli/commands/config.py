@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from longchat_cli import settings
 from longchat_cli.attention import METHODS
 from longchat_cli.commands import configured
 from longchat_cli.commands.configured import Settings, Value
 from longchat_cli.commands.context import current_console
-from longchat_cli.commands.framework import Command, Group, method_options
+from longchat_cli.commands.framework import Command, Group
+from longchat_cli.commands.method_options import method_options
 from longchat_cli.errors import UsageError
 from longchat_cli.settings import File
 
@@ -45,6 +47,16 @@ def config() -> None:
     """
 
 
+def complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Keys of commands' options."""
+    keys = (
+        (".".join((*path, key)), option)
+        for path, command in configured.commands(_root(ctx))
+        for key, option in configured.options_of(command).items()
+    )
+    return [CompletionItem(key, help=option.help) for key, option in keys if key.startswith(incomplete)]
+
+
 @config.command("show")
 @click.argument("command", required=False)
 @with_origin
@@ -69,7 +81,7 @@ def show(command: str | None, origin: bool, everything: bool, as_json: bool) -> 
 
 
 @config.command("get")
-@click.argument("key")
+@click.argument("key", shell_complete=complete_keys)
 @with_origin
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def get(key: str, origin: bool, as_json: bool) -> None:
@@ -85,7 +97,7 @@ def get(key: str, origin: bool, as_json: bool) -> None:
 
 
 @config.command("set")
-@click.argument("key")
+@click.argument("key", shell_complete=complete_keys)
 @click.argument("values", nargs=-1, required=True)
 @for_project
 def set_(key: str, values: tuple[str, ...], project: bool) -> None:
@@ -101,7 +113,7 @@ def set_(key: str, values: tuple[str, ...], project: bool) -> None:
 
 
 @config.command("unset")
-@click.argument("key")
+@click.argument("key", shell_complete=complete_keys)
 @for_project
 def unset(key: str, project: bool) -> None:
     """Remove a key from a file."""
@@ -128,8 +140,8 @@ def path(project: bool) -> None:
     click.echo(_file(project).path)
 
 
-def _root() -> click.Group:
-    root = click.get_current_context().find_root().command
+def _root(ctx: click.Context | None = None) -> click.Group:
+    root = (ctx or click.get_current_context()).find_root().command
     assert isinstance(root, click.Group)
     return root
 

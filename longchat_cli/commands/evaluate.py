@@ -10,7 +10,7 @@ import click
 from longchat_cli.attention import METHODS
 from longchat_cli.commands.context import current_console, engine_opener
 from longchat_cli.commands.framework import MethodCommand, command
-from longchat_cli.commands.options import MODEL, Name, Size, Sizes, model_options, take
+from longchat_cli.commands.options import MODEL, Name, Size, Sizes, complete_files, model_options, take
 from longchat_cli.terminal import Console, Interrupts
 
 
@@ -27,7 +27,13 @@ from longchat_cli.terminal import Console, Interrupts
 @click.option("--lengths", type=Sizes(), default="2k", show_default=True, help="Tokens per text: 4k,16k,64k.")
 @click.option("--n", type=int, default=20, show_default=True, help="Questions at each length.")
 @click.option("--per-text", type=int, help="Questions over one text. [default: the task's own number]")
-@click.option("--data", multiple=True, metavar="FILE", help="Books or records to use; repeatable.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="Books or records to use; repeatable.",
+)
 @click.option(
     "--overflow", type=Name(["error", "force"]), default="error", show_default=True, help="As for `ask`."
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import click
 
-from longchat_cli.attention import METHODS, method_class
+from longchat_cli.attention import METHODS
 from longchat_cli.commands import configured
-from longchat_cli.commands.options import Name, Size
+from longchat_cli.commands.method_options import PREFIX, method_options, remembered_options
 from longchat_cli.terminal import Console
 
 
@@ -103,7 +103,7 @@ class MethodCommand(Command):
         for param in ctx.meta[__name__]:
             value = ctx.params.pop(param.name)
             if value is not None:
-                given[param.name.removeprefix(_METHOD_PREFIX)] = value
+                given[param.name.removeprefix(PREFIX)] = value
         return rest
 
     def prepare(self, ctx: click.Context, args: Sequence[str]) -> configured.Settings:
@@ -116,6 +116,8 @@ class MethodCommand(Command):
         shown = named and "--help" in _before_dashes(args)
         wanted = method in METHODS and (written or shown or self._has_foreign(args))
         ctx.meta[__name__] = method_options(method, self._prefix) if wanted else []
+        if ctx.resilient_parsing and method in METHODS:
+            ctx.meta[__name__] = remembered_options(method)
         ctx.default_map = {**(ctx.default_map or {}), **configured.convert_all(ctx.meta[__name__], written)}
         return settings
 
@@ -154,38 +156,8 @@ class MethodCommand(Command):
         return os.environ.get(f"LONGCHAT_{upper}_METHOD") or os.environ.get("LONGCHAT_METHOD")
 
 
-_METHOD_PREFIX = "method_"
-
-
 def _before_dashes(args: Sequence[str]) -> Sequence[str]:
     return args[: list(args).index("--")] if "--" in args else args
-
-
-def method_options(method: str, prefix: str) -> list[click.Option]:
-    """The fields of a method as click options; a test keeps their names apart from the commands' own."""
-    cls = method_class(method)
-    types = get_type_hints(cls)
-    options: list[click.Option] = []
-    for field in cls.options():
-        flag = "--" + field.name.replace("_", "-")
-        yes_no = types[field.name] is bool
-        default = ("on" if field.default else "off") if yes_no else field.default
-        options.append(
-            click.Option(
-                [f"{flag}/--no-{flag[2:]}" if yes_no else flag, _METHOD_PREFIX + field.name],
-                default=None,
-                type=None if yes_no else _click_type(types[field.name], field.metadata.get("choices")),
-                help=f"[{method}] {field.metadata.get('help', '')} [default: {default}]",
-                envvar=prefix + field.name.upper(),
-            )
-        )
-    return options
-
-
-def _click_type(kind: Any, choices: Sequence[str] | None) -> click.ParamType:
-    if choices:
-        return Name(list(choices))
-    return {int: Size(), float: click.FLOAT}.get(kind, click.STRING)
 
 
 def command(name: str, cls: type[Command] = Command) -> Callable[[Callable[..., None]], Command]:

@@ -10,12 +10,17 @@ import click
 
 from longchat_cli.commands.context import current_console, reading, require_all
 from longchat_cli.commands.framework import command
-from longchat_cli.commands.options import Size, reading_options
+from longchat_cli.commands.options import Size, complete_files, complete_models, reading_options
 
 
 @command("inspect")
-@click.argument("names", nargs=-1, metavar="DOC...", required=True)
-@click.option("--model", metavar="NAME", help="Whose tokens are counted. [default: smollm2, see `models`]")
+@click.argument("names", nargs=-1, metavar="DOC...", required=True, shell_complete=complete_files)
+@click.option(
+    "--model",
+    metavar="NAME",
+    shell_complete=complete_models,
+    help="Whose tokens are counted. [default: smollm2, see `models`]",
+)
 @click.option("--token-budget", type=Size(), metavar="N", help="Exit 6 when there are more tokens.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @reading_options

@@ -10,11 +10,11 @@ import click
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.commands.context import current_console, engine_opener
 from longchat_cli.commands.framework import command
-from longchat_cli.commands.options import MODEL, Size, model_options, take
+from longchat_cli.commands.options import MODEL, Size, complete_files, complete_methods, model_options, take
 
 
 @command("methods")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_methods)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option("--measure", is_flag=True, help="Measure the methods side by side at the same bytes held.")
 @click.option(
@@ -31,9 +31,21 @@ from longchat_cli.commands.options import MODEL, Size, model_options, take
 @click.option("--stream", type=Size(), default="8k", show_default=True, help="Tokens of the stream.")
 @click.option("--n", type=int, default=20, show_default=True, help="Questions in each column.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same texts.")
-@click.option("--data", multiple=True, metavar="FILE", help="A book, LongEval records; repeatable.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="A book, LongEval records; repeatable.",
+)
 @click.option("--max-tokens", type=Size(), default=32, show_default=True, help="Longest answer.")
-@click.option("--output", "-o", metavar="FILE", help="Keep measurements in FILE; a rerun goes on from there.")
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="Keep measurements in FILE; a rerun goes on from there.",
+)
 @model_options
 def methods(name: str | None, as_json: bool, measure: bool, **params: Any) -> None:
     """What each attention method keeps, forgets and costs; with --measure, how well each does.

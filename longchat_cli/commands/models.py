@@ -10,6 +10,7 @@ import click
 
 from longchat_cli.commands.context import current_console
 from longchat_cli.commands.framework import Group
+from longchat_cli.commands.options import complete_models
 
 
 @click.group("models", cls=Group)
@@ -37,7 +38,7 @@ def models_list(as_json: bool) -> None:
 
 
 @models.command("pull")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_models)
 def models_pull(name: str) -> None:
     """Fetch a model, verify it and keep it."""
     from longchat_cli.models import fetch
@@ -48,7 +49,7 @@ def models_pull(name: str) -> None:
 
 
 @models.command("info")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_models)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def models_info(name: str, as_json: bool) -> None:
     """What is known about a model."""
@@ -73,7 +74,7 @@ def _plain(value: Any) -> Any:
 
 
 @models.command("remove")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_models)
 def models_remove(name: str) -> None:
     """Delete a pulled model and what was made of it."""
     from longchat_cli.config import format_bytes
@@ -87,7 +88,7 @@ def models_remove(name: str) -> None:
 
 
 @models.command("default")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_models)
 def models_default(name: str | None) -> None:
     """Show the default model, or choose it."""
     from longchat_cli.models import catalog

@@ -7,8 +7,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from longchat_cli.attention import METHODS
 from longchat_cli.errors import UsageError
+
+
+def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The shell completes names of files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of models, and files: a path is a model, too."""
+    from longchat_cli.models import catalog
+
+    known = [entry for entry in catalog.entries() if entry.name.startswith(incomplete)]
+    return [CompletionItem(entry.name, help=entry.title) for entry in known] or complete_files(
+        ctx, param, incomplete
+    )
+
+
+def complete_methods(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of methods."""
+    return [CompletionItem(name) for name in METHODS if name.startswith(incomplete)]
 
 
 class Size(click.ParamType):
@@ -65,7 +87,10 @@ def _stack(*decorators: Decorator) -> Decorator:
 
 model_options = _stack(
     click.option(
-        "--model", metavar="NAME", help="Catalogue name, path or hub id. [default: smollm2, see `models`]"
+        "--model",
+        metavar="NAME",
+        shell_complete=complete_models,
+        help="Catalogue name, path or hub id. [default: smollm2, see `models`]",
     ),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, mps."),
     click.option(
