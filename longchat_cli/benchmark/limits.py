@@ -46,11 +46,11 @@ def counting() -> Iterator[Asked]:
         asked.flops += flops
         return attend(q, spans, *rest)
 
-    kernels.attend = counted
+    kernels.attend = counted  # type: ignore[assignment]
     try:
         yield asked
     finally:
-        kernels.attend = attend  # type: ignore[assignment]
+        kernels.attend = attend
 
 
 def matrices(decoder: Any) -> list[tuple[int, int]]:

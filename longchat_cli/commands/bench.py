@@ -66,33 +66,21 @@ def speed(
     from longchat_cli.benchmark import peer as peers
     from longchat_cli.benchmark import report
     from longchat_cli.benchmark import speed as measuring
-    from longchat_cli.evaluation.haystack import load_text
-    from longchat_cli.evaluation.measure import named, names
-    from longchat_cli.models import load
-    from longchat_cli.tokens import Tokenizer
 
     console = current_console()
     plan = measuring.Plan(params["lengths"], params["repeat"], threads or measuring.cores())
-    methods = {method: named(method) for method in names(params["methods"])}
+    methods = _methods(params["methods"])
     if plot:
         report.require_plots()
-    ready = load.find(params["model"], console.notice)
-    text = load_text([*map(Path, params["data"])] or [measuring.TEXT])
+    ready, tokenizer, text = _subject(params)
     contenders = measuring.ours(methods, _engine(params), plan.threads)
     if peer:
         files = [*map(Path, params["peer_models"])]
         contenders += measuring.peers(peers.forms(ready.source, files, plan.threads), plan.threads)
-    result: dict[str, Any] = {
-        "command": shlex.join(["longchat", *sys.argv[1:]]),
-        "plan": {"repeat": plan.repeat, "decoded": plan.decoded, "threads": plan.threads},
-        "machine": measuring.machine(plan.threads),
-        "rows": [],
-    }
-    ids = Tokenizer.from_dir(ready.path).encode(text or "")
-    for row in measuring.rows(plan, contenders, ids, console.notice):
+    result = _result(plan.threads, {"repeat": plan.repeat, "decoded": plan.decoded})
+    for row in measuring.rows(plan, contenders, tokenizer.encode(text), console.notice):
         result["rows"].append(row)
-        if json_file and json_file != "-":
-            _keep(json_file, result)  # as it comes: an interrupted run leaves what it has measured
+        _keep(json_file, result)
     if plot:
         console.notice(f"plots: {', '.join(map(str, report.plot(result, Path(plot))))}")
     if markdown:
@@ -105,13 +93,92 @@ def _engine(params: dict[str, Any]) -> dict[str, Any]:
     return engine | {"quantize": None if engine["quantize"] == "none" else engine["quantize"]}
 
 
-def _keep(file: str, result: dict[str, Any]) -> None:
+def _methods(text: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name and options of each method, by what the user calls it."""
+    from longchat_cli.evaluation.measure import named, names
+
+    return {method: named(method) for method in names(text)}
+
+
+def _subject(params: dict[str, Any]) -> tuple[Any, Any, str]:
+    """The model's ready form, its tokenizer, and the text to read."""
+    from longchat_cli.benchmark.speed import TEXT
+    from longchat_cli.errors import UsageError
+    from longchat_cli.evaluation.haystack import load_text
+    from longchat_cli.models import load
+    from longchat_cli.tokens import Tokenizer
+
+    ready = load.find(params["model"], current_console().notice)
+    text = load_text([*map(Path, params["data"])] or [TEXT])
+    if not text:
+        raise UsageError("there is nothing to read", "--data names no .txt file")
+    return ready, Tokenizer.from_dir(ready.path), text
+
+
+def _result(threads: int, plan: dict[str, Any]) -> dict[str, Any]:
+    from longchat_cli.benchmark.speed import machine
+
+    command = shlex.join(["longchat", *sys.argv[1:]])
+    return {"command": command, "plan": plan, "machine": machine(threads), "rows": []}
+
+
+def _keep(file: str | None, result: dict[str, Any]) -> None:
+    """Written after every run: an interrupted one leaves what it has measured."""
     from longchat_cli.errors import CannotCreate
 
+    if file in (None, "-"):
+        return
+    assert file is not None
     try:
         Path(file).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise CannotCreate(f"cannot write {file}", error.strerror or str(error)) from error
+
+
+@bench.command("start")
+@click.option("--repeat", type=int, default=3, show_default=True, help="Runs of each.")
+@click.option(
+    "--streams", default="sink,window,lm-infinite", show_default=True, metavar="NAMES", help="Methods, or ''."
+)
+@click.option("--lengths", type=Sizes(), default="4k,128k,1M", show_default=True, help="Tokens of a stream.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="FILE",
+    help="A book: `recall` reads half and all of it. [default: no book]",
+)
+@threads_option
+@json_option
+@markdown_option
+@model_options
+def start(json_file: str | None, markdown: str | None, threads: int | None, **params: Any) -> None:
+    """What one waits for at the shell: help, a first token, a book read by recall; steps far into a stream.
+
+    The model reads the first and last 2,048 tokens of a stream; those between only move the state on.
+    """
+    from longchat_cli.benchmark import report
+    from longchat_cli.benchmark import start as measuring
+    from longchat_cli.benchmark.speed import cores
+
+    console = current_console()
+    plan = measuring.Plan(
+        model=params["model"],
+        engine=_engine(params),
+        threads=threads or cores(),
+        streams=_methods(params["streams"]),
+        book=bool(params["data"]),
+        **take(params, ("repeat", "lengths")),
+    )
+    _, tokenizer, text = _subject(params)
+    result = _result(plan.threads, {"repeat": plan.repeat})
+    for row in measuring.rows(plan, text, tokenizer.encode):
+        result["rows"].append(row)
+        console.notice(f"{row['what']}: {report.Spread.of(row['values']).show()} {row['unit']}")
+        _keep(json_file, result)
+    shown = measuring.show(result["rows"])
+    if markdown:
+        report.insert(Path(markdown), "start", f"`{result['command']}`\n\n{shown}")
+    click.echo(json.dumps(result, ensure_ascii=False) if json_file == "-" else shown)
 
 
 @bench.command("kernels", context_settings={"ignore_unknown_options": True, "help_option_names": []})

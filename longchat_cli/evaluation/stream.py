@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from longchat_cli.engine import Engine
@@ -18,14 +18,9 @@ STEPS = 16
 def stream(
     engine: Engine, ids: Sequence[int], lengths: Sequence[int], progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    """Feed `ids` (repeated as needed) and time decoding at each of `lengths` tokens.
-
-    The states at the marks are kept, and the rounds of timing visit them in turn, so that a machine that
-    slows down slows all of them. Per length: median seconds of a step, bytes held after it, tokens visible,
-    whether every log-probability was finite.
-    """
+    """Feed `ids` (repeated as needed) and time decoding at each of `lengths` tokens; rows as of `timed`."""
     engine.reset()
-    marks, done, last = [], 0, max(lengths)
+    marks, done, last = {}, 0, max(lengths)
     for length in sorted(lengths):
         while done < length:
             start = done % len(ids)
@@ -33,11 +28,20 @@ def stream(
             engine.prefill(part)
             done += len(part)
             progress(done, last)
-        marks.append(engine.snapshot())
+        marks[length] = engine.snapshot()
+    return timed(engine, marks)
+
+
+def timed(engine: Engine, marks: Mapping[int, Any]) -> list[dict[str, Any]]:
+    """Time decoding from each of `marks`, states of the engine by their length in tokens.
+
+    The rounds visit them in turn, so that a machine that slows down slows all of them. Per length: median
+    seconds of a step, bytes held after it, tokens visible, whether every log-probability was finite.
+    """
     samples: list[list[float]] = [[] for _ in marks]
-    rows: list[dict[str, Any]] = [{"length": length, "finite": True} for length in sorted(lengths)]
+    rows: list[dict[str, Any]] = [{"length": length, "finite": True} for length in marks]
     for _ in range(ROUNDS):
-        for mark, times, row in zip(marks, samples, rows, strict=True):
+        for mark, times, row in zip(marks.values(), samples, rows, strict=True):
             engine.restore(mark)
             begun, count = time.perf_counter(), 0
             for piece in engine.generate(Sampling(max_tokens=STEPS)):
