@@ -20,7 +20,7 @@ MODULES = {
 HEAVY = ("torch", "transformers", "bitsandbytes", "triton", "flash_attn")
 
 LAYERS = [
-    {"errors", "config", "settings", "sampling", "terminal_text", "terminal"},
+    {"errors", "config", "settings", "sampling", "terminal_text", "terminal", "pages"},
     {"kernels"},
     {"attention"},
     {"tokens", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
@@ -37,7 +37,7 @@ LIGHT = [
     "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
-    "evaluation.lines", "recall.lexical", "recall.passages", "citations", "wording",
+    "evaluation.lines", "recall.lexical", "recall.passages", "recall.kept", "pages", "citations", "wording",
     "sources",
 ]  # fmt: skip
 """Modules that import neither torch nor transformers at module level."""

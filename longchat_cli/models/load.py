@@ -85,8 +85,8 @@ def _from_hub(repo: str, say: Say) -> ReadyModel:
     if pin is None or not pin.path.is_dir():
         pin = fetch.pull_hub(repo, say)
     _require_weights(pin.path)
-    fingerprint = hashlib.sha256(f"{pin.repo}@{pin.revision}".encode()).hexdigest()
-    return ReadyModel(repo, pin.path, fingerprint, _config(pin.path), f"{repo}@{pin.revision}", "none")
+    identity = hashlib.sha256(f"{pin.repo}@{pin.revision}".encode()).hexdigest()
+    return ReadyModel(repo, pin.path, identity, _config(pin.path), f"{repo}@{pin.revision}", "none")
 
 
 def _from_file(name: str, path: Path, say: Say) -> ReadyModel:
@@ -105,7 +105,7 @@ def _from_directory(name: str, path: Path, say: Say) -> ReadyModel:
         do = "name one of its .gguf files" if files else "give a GGUF file or a directory with config.json"
         raise BadInput(f"{name} is not a model directory", "it has no config.json", do)
     _require_weights(path)
-    return ReadyModel(name, path, _fingerprint(path), _config(path), str(path), "none")
+    return ReadyModel(name, path, fingerprint(path), _config(path), str(path), "none")
 
 
 def _require_weights(path: Path) -> None:
@@ -129,7 +129,7 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _fingerprint(path: Path) -> str:
+def fingerprint(path: Path) -> str:
     """A hash of everything that decides the model's numbers and tokens; weights' hashes are remembered."""
     try:
         parts = [(file, remembered_sha256(path / file, catalog.hashes_dir())) for file in _identity(path)]

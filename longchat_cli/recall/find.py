@@ -13,9 +13,11 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 
 from longchat_cli.errors import UsageError
+from longchat_cli.pages import Store
+from longchat_cli.recall.kept import Progress, sentence_vectors
 from longchat_cli.recall.lexical import Lexical
 from longchat_cli.recall.passages import Outline, Passage, ReadingPlan, choose
-from longchat_cli.recall.semantic import Encoder, Progress, Semantic
+from longchat_cli.recall.semantic import Encoder, Semantic
 
 Find = Literal["fused", "lexical", "semantic", "attention"]
 
@@ -23,6 +25,9 @@ LEXICAL_WEIGHT = 0.5
 """Fused = cosine + 0.5 x lexical^2. Squared, since many shared words are evidence and a few are chance:
 measured on 16k- and 64k-token books, it ranks keys and numbers as surely as 0.2 x lexical does and costs
 questions in other words nothing."""
+
+
+_NOTHING = np.zeros(0, np.int64)
 
 
 class Source(Protocol):
@@ -58,8 +63,8 @@ class Scorer(Protocol):
 class Finder:
     """An index of documents that ranks their blocks for a question.
 
-    `ids` are the documents' tokens, one list each, for whoever builds a heads index. `vectors` float32
-    [sentences, width] are the encoder's; given, they are not computed again. `progress` follows the encoder.
+    `ids` are the documents' tokens, one list each, for whoever builds a heads index. What the encoder makes
+    is kept in `store` and found there, `reused` tokens of it; `progress` follows the encoder.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class Finder:
         tokenizer: OffsetTokenizer,
         encoder: Encoder | None = None,
         heads: HeadsIndex | None = None,
-        vectors: np.ndarray | None = None,
+        store: Store | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.ids: list[list[int]] = []
@@ -82,19 +87,13 @@ class Finder:
         self._places = [(d, b) for d, o in enumerate(self.outlines) for b in range(len(o.blocks) - 1)]
         sentences = [o.text[i:j] for o in self.outlines for i, j in o.sentences.tolist()]
         self.scorers: dict[str, Scorer] = {"lexical": Lexical(sentences, self._firsts)}
+        self.reused = 0
         if encoder:
-            vectors = encoder.encode(sentences, progress) if vectors is None else vectors
-            if len(vectors) != len(sentences):
-                raise ValueError(f"{len(vectors)} vectors for {len(sentences)} sentences")
+            sizes = np.concatenate([_NOTHING, *(outline.sizes() for outline in self.outlines)])
+            vectors, self.reused = sentence_vectors(encoder, sentences, sizes, store, progress)
             self.scorers["semantic"] = Semantic(encoder, vectors)
         if heads:
             self.scorers["attention"] = _Attention(heads, tokenizer, self.outlines)
-
-    @property
-    def vectors(self) -> np.ndarray | None:
-        """The encoder's sentence vectors, float32 [sentences, width], to be saved; None without encoder."""
-        semantic = self.scorers.get("semantic")
-        return semantic.vectors if isinstance(semantic, Semantic) else None
 
     def rank(self, question: str, k: int = 8, by: Find = "fused") -> list[Passage]:
         """The `k` best blocks, best first. Raises UsageError when `by` needs what is not there."""
@@ -148,7 +147,7 @@ class _Attention:
 def _joined(indices: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
     """Indices into several arrays as indices into their concatenation, int64."""
     starts = np.cumsum([0, *sizes])
-    return np.concatenate([np.zeros(0, np.int64), *map(np.add, indices, starts)])
+    return np.concatenate([_NOTHING, *map(np.add, indices, starts)])
 
 
 def _fuse(parts: dict[str, np.ndarray]) -> np.ndarray:

@@ -54,6 +54,10 @@ class Outline:
         """Index of each sentence's first token, int64 [S]; the space before a sentence is its own."""
         return _first_tokens(self.sentences, self.tokens)
 
+    def sizes(self) -> np.ndarray:
+        """Tokens of each sentence, int64 [S]."""
+        return np.diff(self.first_tokens(), append=len(self.tokens))
+
     def count(self, begin: int, end: int) -> int:
         """Tokens that reach into the characters [begin, end)."""
         low, high = self._tokens_in(begin, end)

@@ -6,7 +6,8 @@ A question is compared with every sentence, so a fact is found wherever it stand
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,8 @@ from longchat_cli.errors import BadInput, MissingInput
 
 MAX_TOKENS = 128
 """Wordpieces of a sentence that are read, as the encoder was trained."""
-BATCH_TOKENS = 4096
-TEXTS = 10_000
-"""Sentences tokenized by one call of the library."""
-
-Progress = Callable[[int, int], None]
+BATCH_TOKENS = 1024
+"""Of one batch with its padding: few, since sentences come by the page and their lengths differ."""
 
 
 class Encoder:
@@ -39,24 +37,23 @@ class Encoder:
             self._model = _model(directory, device)
         except Exception as error:  # each library raises its own kind
             raise BadInput(f"cannot load the sentence encoder in {directory}", str(error)) from error
-        self.width = int(self._model.config.hidden_size)
+        self.width = self._model.width
+        self._directory = directory
 
-    def encode(self, texts: Sequence[str], progress: Progress | None = None) -> np.ndarray:
-        """Unit vectors of `texts`, float32 [len(texts), width]. `progress` counts wordpieces."""
-        import torch
+    @cached_property
+    def identity(self) -> str:
+        """Names what decides the vectors: the files and the number format."""
+        from longchat_cli.models import load
 
-        ids: list[list[int]] = []
-        for start in range(0, len(texts), TEXTS):  # Ctrl-C waits for the call
-            ids += [e.ids for e in self._tokenizer.encode_batch(list(texts[start : start + TEXTS]))]
+        return f"{load.fingerprint(self._directory)} {self._model.dtype}"
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """Unit vectors of `texts`, float32 [len(texts), width]."""
+        ids = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         lengths = np.array([len(i) for i in ids])
         vectors = np.zeros((len(ids), self.width), dtype=np.float32)
-        done, total = 0, int(lengths.sum())
-        with torch.inference_mode():
-            for batch in _batches(lengths):
-                vectors[batch] = self._forward([ids[i] for i in batch])
-                done += int(lengths[batch].sum())
-                if progress:
-                    progress(done, total)
+        for batch in _batches(lengths):
+            vectors[batch] = self._forward([ids[i] for i in batch])
         return vectors
 
     def _forward(self, ids: list[list[int]]) -> np.ndarray:
@@ -66,15 +63,14 @@ class Encoder:
         padded = torch.zeros(len(ids), int(lengths.max()), dtype=torch.long)
         for row, sentence in zip(padded, ids, strict=True):
             row[: len(sentence)] = torch.tensor(sentence)
-        mask = (torch.arange(padded.shape[1]) < lengths[:, None]).to(self._model.device)
-        padded = padded.to(self._model.device)
-        hidden = self._model(input_ids=padded, attention_mask=mask.long()).last_hidden_state.float()
+        mask = torch.arange(padded.shape[1]) < lengths[:, None]
+        hidden, mask = self._model(padded, mask).float(), mask.to(self._model.device)
         mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         return torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
 
 
 class Semantic:
-    """Scores sentences by meaning; `vectors` float32 [sentences, width] may be saved and given again."""
+    """Scores sentences by meaning: `vectors` float32 [sentences, width]."""
 
     def __init__(self, encoder: Encoder, vectors: np.ndarray) -> None:
         self.encoder, self.vectors = encoder, vectors
@@ -107,14 +103,9 @@ def _tokenizer(path: Path) -> Any:
 
 
 def _model(directory: Path, device: str) -> Any:
-    from safetensors.torch import load_file
-    from transformers import BertConfig, BertModel
+    from longchat_cli.recall.bert import Bert
 
-    config = BertConfig.from_pretrained(directory)
-    model = BertModel(config, add_pooling_layer=False)
-    weights = load_file(directory / "model.safetensors")
-    model.load_state_dict({n: w for n, w in weights.items() if not n.startswith("pooler.")}, strict=False)
-    return model.eval().to(device, _dtype(device))
+    return Bert(directory, _dtype(device), device)
 
 
 def _dtype(device: str) -> Any:
