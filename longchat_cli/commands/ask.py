@@ -31,6 +31,8 @@ from longchat_cli.commands.options import (
 from longchat_cli.terminal import Interrupts, is_tty, open_output
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from longchat_cli.ask import Answer, Open, Request
     from longchat_cli.documents import Collection
     from longchat_cli.terminal import Console
@@ -67,6 +69,13 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
     help="Write the answer to FILE, atomically.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per question, a line each.")
+@click.option(
+    "--cite/--no-cite",
+    default=None,
+    help="Footnotes: where the documents say each sentence, and what was read. [default: on a terminal]",
+)
+@click.option("--strict-cite", is_flag=True, help="Exit 5 unless every sentence is at least a near quote.")
+@click.option("--quote", is_flag=True, help="Print the best matching passages themselves, no answer.")
 @click.option("--show-prompt", is_flag=True, help="Print the prompt on stderr, control tokens marked.")
 @reading_options
 @model_options
@@ -90,12 +99,25 @@ def ask(
 
     console = current_console()
     names, asked = split_arguments(words, questions, is_tty(sys.stdin))
+    footnotes = params["cite"]
+    if footnotes is None:
+        footnotes = is_tty(sys.stdout) and output in (None, "-")
+    cite = params["strict_cite"] or footnotes or (as_json and params["cite"] is None)
     sampling = Sampling(**take(params, SAMPLERS))
-    request = Request(tuple(asked), params["system"], method, method_options, params["overflow"], sampling)
+    request = Request(
+        tuple(asked), params["system"], method, method_options, params["overflow"], sampling, cite
+    )
     collection = read(names, console, reading(params))
     require_all(collection, params["strict"])
     opener = engine_opener(take(params, MODEL), console)
-    _answer_all(opener, collection, request, console, output, as_json, params["show_prompt"])
+    if params["quote"]:
+        _quote_all(opener, collection, request, console, output, as_json)
+        return
+    answers = _answer_all(
+        opener, collection, request, console, output, as_json, params["show_prompt"], footnotes
+    )
+    if params["strict_cite"]:
+        _require_support(answers)
 
 
 def _answer_all(
@@ -106,7 +128,8 @@ def _answer_all(
     output: str | None,
     as_json: bool,
     show_prompt: bool,
-) -> None:
+    footnotes: bool,
+) -> list[Answer]:
     from longchat_cli import ask as asking
     from longchat_cli.config import format_bytes
 
@@ -114,16 +137,17 @@ def _answer_all(
     show = (
         (lambda engine, prompt: click.echo(engine.assembler.show(prompt), err=True)) if show_prompt else None
     )
+    answers = []
     with open_output(output) as out:
         emit = (lambda text: None) if as_json else out.write
-        answers = asking.ask(
-            opener, finder_maker(console), collection, request, emit, console, interrupts, show
-        )
-        for index, answer in enumerate(answers):
+        for answer in asking.ask(
+            opener, finder_maker(console), collection, request, emit, console, interrupts, show, _weigh
+        ):
+            answers.append(answer)
             if as_json:
                 out.write(json.dumps(answer.as_json(), ensure_ascii=False) + "\n")
             else:
-                out.write(_ending(answer, last=index == len(request.questions) - 1))
+                out.write(_ending(answer, footnotes, last=len(answers) == len(request.questions)))
             console.notice(answer.evidence())
             if answer.stop in CUT:
                 console.notice(CUT[answer.stop])
@@ -131,9 +155,49 @@ def _answer_all(
             console.detail(f"{answer.usage} {answer.timings}, {held} of keys and values held")
             if answer.cancelled:
                 raise KeyboardInterrupt
+    return answers
 
 
-def _ending(answer: Answer, last: bool) -> str:
-    """A newline behind the answer, and an empty line between two."""
+def _weigh(engine: Any, mark: Any, ids: Sequence[int]) -> Sequence[float]:
+    from longchat_cli.attribution import attention_paid
+
+    return attention_paid(engine, mark, ids)
+
+
+def _quote_all(
+    opener: Open,
+    collection: Collection,
+    request: Request,
+    console: Console,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    from longchat_cli.ask import quote
+
+    with open_output(output) as out:
+        for index, quotes in enumerate(quote(opener, finder_maker(console), collection.documents, request)):
+            if as_json:
+                out.write(json.dumps(quotes.as_json(), ensure_ascii=False) + "\n")
+            else:
+                out.write("\n" * (index > 0) + quotes.as_text() + "\n")
+
+
+def _require_support(answers: Sequence[Answer]) -> None:
+    """Raises Unsupported for sentences that the documents do not say."""
+    from longchat_cli.errors import Unsupported
+
+    cited = [citation for answer in answers for citation in answer.citations]
+    missing = [citation for citation in cited if citation["verdict"] != "verified"]
+    if missing:
+        what = f"{len(missing)} of {len(cited)} sentence{'s' if len(cited) > 1 else ''} not in the documents"
+        raise Unsupported(what, f"{missing[0]['verdict']}: “{missing[0]['sentence']}”")
+
+
+def _ending(answer: Answer, footnotes: bool, last: bool) -> str:
+    """A newline behind the answer, its footnotes, and an empty line between two answers."""
+    from longchat_cli.sources import footnotes as show
+
     end = "" if answer.answer.endswith("\n") else "\n"
+    notes = show(answer.citations, answer.rested) if footnotes else ""
+    end += f"\n{notes}\n" if notes else ""
     return end if last else end + "\n"
