@@ -47,9 +47,9 @@ def attention_paid(engine: Any, mark: Any, answer: Sequence[int]) -> list[float]
     """How much the tokens `answer` looked at each token read before `mark` was taken; empty if unknown.
 
     `mark` is a snapshot of `engine` (`local.LocalEngine`) before it answered. It is unknown for methods that
-    do not keep every token. The state of the engine is left as it is.
+    do not keep every token and for models in other processes. The state of the engine is left as it is.
     """
-    if not answer or not isinstance(engine.method, Full):
+    if not answer or not isinstance(getattr(engine, "method", None), Full):
         return []
     saved = mark[0]
     cache = engine.decoder.new_cache(Watch(kv_dtype=engine.method.kv_dtype))

@@ -39,7 +39,8 @@ _LEAD = re.compile(
     r"(?:(?:yes|no)[,.:]\s+)?"
     r"(?:(?:according to|based on) (?:(?:the|this) )?(?:text|passage|document|book|context)[,:]?\s+"
     r"|in (?:the|this) (?:text|passage|document|book|context)[,:]\s+"
-    r"|(?:the )?(?:text|passage|document|book|author) (?:says|states|mentions)(?: that|:|,)?\s+)?",
+    r"|(?:the )?(?:text|passage|document|book|author) (?:says|states|mentions)(?: that|:|,)?\s+"
+    r"|the answer is:?\s+)?",
     re.IGNORECASE,
 )
 """What an answer puts before the statement: a list's marks, yes or no, who says it."""

@@ -57,6 +57,7 @@ def verdict(answer: str, text: str = STORY) -> str:
         "All of the windows of the chapel were broken.",
         "The brother of the judge stole the letter.",
         "No, the captain's son did not see the ship.",
+        "The answer is: 1250",
     ],
 )
 def test_quotes_and_light_paraphrases_are_verified(sentence: str) -> None:

@@ -510,3 +510,33 @@ def test_default_model_refuses_what_it_cannot_read(default_model_dir: Path, book
     done = spawn("ask", str(book), "What is the number?", "--method", "full")
     assert (done.returncode, done.stdout) == (3, "")
     assert "8,192" in done.stderr
+
+
+def test_footnotes_are_for_terminals_and_on_request(
+    run: Callable[..., Result], note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe gets the answer alone; what is asked for comes behind it."""
+    question = "mill has seven sails"  # the fake engine says it
+    plain = run("ask", note, question)
+    assert plain.out == f"You said: {question}\n"
+    asked = run("ask", note, question, "--cite")
+    assert asked.out.startswith(plain.out + "\n[1] mentions  note.txt:1  You said")
+    monkeypatch.setattr("longchat_cli.commands.ask.is_tty", lambda stream: True)
+    assert run("ask", note, question).out == asked.out
+    assert run("ask", note, question, "--no-cite").out == plain.out
+    assert run("ask", note, question, "-o", "out.txt").out == ""
+    assert Path("out.txt").read_text(encoding="utf-8") == plain.out
+
+
+def test_json_has_citations_unless_they_are_declined(run: Callable[..., Result], note: str) -> None:
+    answer = json.loads(run("ask", note, "mill has seven sails", "--json").out)
+    (citation,) = answer["citations"]
+    assert answer["answer"][citation["begin"] : citation["end"]] == citation["sentence"]
+    assert citation["quote"]["text"] == "mill has seven sails"
+    assert json.loads(run("ask", note, "why?", "--json", "--no-cite").out)["citations"] == []
+
+
+def test_strict_cite_exits_5(run: Callable[..., Result], opener: Opener, note: str) -> None:
+    done = run("ask", note, "why?", "--strict-cite")
+    assert (done.code, done.out) == (5, "You said: why?\n")
+    assert "1 of 1 sentence" in done.err
