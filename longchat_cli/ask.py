@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from longchat_cli import attention
-from longchat_cli.documents import Collection, Document
+from longchat_cli.documents import Collection, Document, is_remote
 from longchat_cli.engine import Engine, Progress
 from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageError
 from longchat_cli.prompt import Message, Prompt, Text
@@ -70,6 +70,15 @@ class Request:
     overflow: str = "error"
     sampling: Sampling = field(default_factory=Sampling)
     cite: bool = False
+
+    def opened(self) -> tuple[str, Mapping[str, Any]]:
+        """The method that reads and its options. With `auto` they are recall's, of which full has some."""
+        if self.method != "auto":
+            return self.method, self.options
+        if not self.options:
+            return "full", {}
+        known = {option.name for option in fields(attention.method_class("full"))}
+        return "full", {name: value for name, value in self.options.items() if name in known}
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ def split_arguments(
 
 def _is_document(word: str) -> bool:
     try:
-        return word == "-" or Path(word).exists()
+        return word == "-" or is_remote(word) or Path(word).exists()
     except (OSError, ValueError):
         return False
 
@@ -202,8 +211,7 @@ def ask(
     documents = collection.documents
     if not documents:
         raise BadInput("there is no text to ask about")
-    auto = request.method == "auto"  # its options are those of recall, for the finder
-    engine = open_engine("full", {}) if auto else open_engine(request.method, request.options)
+    engine = open_engine(*request.opened())
     session = _Session(engine, documents, request, emit, console, interrupts, show, weigh)
     session.require_questions_fit()
     method = session.method()

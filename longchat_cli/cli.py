@@ -19,7 +19,7 @@ Exit codes:
   6 over --token-budget              143 terminated
  65 bad input data
  66 input missing, model unknown
- 69 model unavailable
+ 69 model or URL unavailable
  73 output cannot be created
 
 \b

@@ -89,10 +89,11 @@ def ask(
     as_json: bool,
     **params: Any,
 ) -> None:
-    """Ask about files, folders or standard input.
+    """Ask about files, folders, URLs or standard input.
 
     The last argument is the question; with -q every argument is a document. Standard input is read for '-',
-    or when no document is named and something is piped in.
+    or when no document is named and something is piped in. An https:// URL is fetched, a git one cloned:
+    https://host/name.git#branch, git+https://..., https://github.com/owner/name.
     """
     from longchat_cli.ask import Request, split_arguments
     from longchat_cli.sampling import Sampling

@@ -34,10 +34,19 @@ def reading(params: dict[str, Any]) -> Options:
     return Options(**take(params, ("boilerplate", "include", "exclude")))
 
 
+def announce(names: Sequence[str], console: Console) -> None:
+    """Say which of the documents come over the network."""
+    from longchat_cli import documents
+
+    for name in filter(documents.is_remote, names):
+        console.notice(f"fetching {name}")
+
+
 def read(names: Sequence[str], console: Console, options: Options | None = None) -> Collection:
     """The documents, with a notice of what was skipped or changed."""
     from longchat_cli import documents
 
+    announce(names, console)
     collection = documents.read(names, stdin=sys.stdin.buffer, options=options)
     notes = [f"{document.name}: {note}" for document in collection.documents for note in document.notes]
     for note in notes[:MOST]:
@@ -73,7 +82,7 @@ def engine_opener(settings: dict[str, Any], console: Console) -> Open:
             import logging
 
             logging.disable(logging.WARNING)  # libraries log a line per layer and token
-        if settings["kernel"]:
+        if settings["kernel"] is not None:
             from longchat_cli import kernels
 
             kernels.force(settings["kernel"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from longchat_cli.commands.context import current_console, reading, require_all
+from longchat_cli.commands.context import announce, current_console, reading, require_all
 from longchat_cli.commands.framework import command
 from longchat_cli.commands.options import Size, complete_files, complete_models, reading_options
 
@@ -27,7 +27,7 @@ from longchat_cli.commands.options import Size, complete_files, complete_models,
 def inspect(
     names: tuple[str, ...], model: str | None, token_budget: int | None, as_json: bool, **params: Any
 ) -> None:
-    """What would be read of files, folders, archives: tokens, encodings, skips and why, memory.
+    """What would be read of files, folders, archives, URLs: tokens, encodings, skips and why, memory.
 
     The model's tokenizer counts; its weights are not loaded.
     """
@@ -36,6 +36,7 @@ def inspect(
     from longchat_cli.tokens import Tokenizer
 
     console = current_console()
+    announce(names, console)
     collection = documents.read(names, stdin=sys.stdin.buffer, options=reading(params))
     ready = load.find(model, console.notice)
     tokenizer = Tokenizer.from_dir(ready.path)

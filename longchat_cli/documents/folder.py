@@ -18,11 +18,14 @@ MAX_BYTES = 16 << 20
 """Larger files of a folder are skipped; named by itself a file may have any size."""
 
 
-def read_folder(root: Path, options: Options | None = None, max_bytes: int = MAX_BYTES) -> Collection:
+def read_folder(
+    root: Path, options: Options | None = None, max_bytes: int = MAX_BYTES, name: str = ""
+) -> Collection:
     """Every readable file below `root` by .gitignore and .longchatignore rules and by `options`; symbolic
     links are not followed.
 
-    What cannot be read is skipped with a reason, never an error.
+    What cannot be read is skipped with a reason, never an error. Files are called `name`/path, by default as
+    they are reached through `root`.
     """
     options = options or Options()
     found = Collection([], [])
@@ -30,8 +33,9 @@ def read_folder(root: Path, options: Options | None = None, max_bytes: int = MAX
     for path, reason in _walk(root):
         if reason == _IGNORED or (not reason and options.leaves_out(path.relative_to(root).as_posix())):
             count += 1
-        else:
-            found.add(Skip(printable(path), reason) if reason else _read_file(path, options, max_bytes))
+            continue
+        shown = printable(f"{name}/{path.relative_to(root).as_posix()}" if name else path)
+        found.add(Skip(shown, reason) if reason else _read_file(path, shown, options, max_bytes))
     return replace(found, ignored=count)
 
 
@@ -66,8 +70,7 @@ def _walk(root: Path) -> Iterator[tuple[Path, str]]:
         pending.extend(reversed(folders))
 
 
-def _read_file(path: Path, options: Options, max_bytes: int) -> Document | Skip:
-    name = printable(path)
+def _read_file(path: Path, name: str, options: Options, max_bytes: int) -> Document | Skip:
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):

@@ -34,11 +34,14 @@ _SIGNATURES = (
 )
 
 
-def parse(name: str, data: bytes, boilerplate: str = "drop") -> Document:
-    """Read a file of any known format. Raises BadInput, with one line that says why not."""
+def parse(name: str, data: bytes, boilerplate: str = "drop", suffix: str = "") -> Document:
+    """Read a file of any known format; `suffix` says which where the name does not.
+
+    Raises BadInput, with one line that says why not.
+    """
     if not data:
         raise BadInput(f"{name} holds no text", "empty")
-    kind = _kind(name, data)
+    kind = _kind(name, data, suffix)
     if kind in _UNSUPPORTED:
         what = kind.removeprefix(".").upper()
         raise BadInput(f"{name} cannot be read", f"{what} is not supported", "convert it to text first")
@@ -48,13 +51,13 @@ def parse(name: str, data: bytes, boilerplate: str = "drop") -> Document:
     return settle(reader.parse(name, data), boilerplate)
 
 
-def is_archive(name: str, data: bytes) -> bool:
+def is_archive(name: str, data: bytes, suffix: str = "") -> bool:
     """The file holds other files (or is one, packed)."""
-    return _kind(name, data) in ARCHIVES
+    return _kind(name, data, suffix) in ARCHIVES
 
 
-def _kind(name: str, data: bytes) -> str:
-    suffix = PurePath(name).suffix.lower()
+def _kind(name: str, data: bytes, suffix: str) -> str:
+    suffix = suffix or PurePath(name).suffix.lower()
     if suffix in READERS or suffix in ARCHIVES or suffix in _UNSUPPORTED:
         return suffix
     if data.startswith(b"PK\x03\x04"):

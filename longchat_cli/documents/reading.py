@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from longchat_cli.documents import formats
+from longchat_cli.documents import formats, remote
 from longchat_cli.documents.archive import read_archive
+from longchat_cli.documents.clone import cloned
 from longchat_cli.documents.document import Collection
 from longchat_cli.documents.folder import read_folder
 from longchat_cli.documents.member import Options
 from longchat_cli.documents.names import printable
+from longchat_cli.documents.remote import is_remote
 from longchat_cli.errors import BadInput, MissingInput, StorageError, UsageError
 
 _PIPE_PATIENCE = 5.0
@@ -26,11 +28,11 @@ _PIPE_PATIENCE = 5.0
 def read(
     names: Sequence[str], *, stdin: BinaryIO | None = None, options: Options | None = None
 ) -> Collection:
-    """Read files, folders, archives and, for the name `-`, standard input, in the order given.
+    """Read files, folders, archives, URLs and, for the name `-`, standard input, in the order given.
 
     Raises MissingInput (not there, not permitted), BadInput (empty, binary, damaged, an unsupported format,
-    a device, a folder or archive without text), StorageError (reading failed half way) and UsageError (`-`
-    without a stdin, or twice).
+    a device, a folder or archive without text), StorageError (reading failed half way), Unavailable (a URL
+    that does not answer, or offline) and UsageError (`-` without a stdin, or twice; a URL that is not https).
     """
     if list(names).count("-") > 1:
         raise UsageError("'-' is named twice", "standard input can be read once")
@@ -48,6 +50,8 @@ def _read_one(name: str, stdin: BinaryIO | None, options: Options) -> Collection
         if stdin is None:
             raise UsageError("there is no standard input to read")
         return _read_data("stdin", _read_stream(stdin), options)
+    if is_remote(name):
+        return _read_url(name, options)
     if not name:
         raise MissingInput("a document's name is empty", "", "name a file, a folder or -")
     shown = printable(name)
@@ -68,11 +72,21 @@ def _read_one(name: str, stdin: BinaryIO | None, options: Options) -> Collection
     return _read_data(shown, data, options)
 
 
-def _read_data(name: str, data: bytes, options: Options) -> Collection:
-    if formats.is_archive(name, data):
-        return _require_text(name, read_archive(name, data, options))
+def _read_url(url: str, options: Options) -> Collection:
+    found = remote.locate(url)
+    if isinstance(found, remote.Repository):
+        with cloned(found) as folder:
+            return _require_text(found.name, read_folder(folder, options, name=found.name))
+    page = remote.fetch(found)
+    return _read_data(printable(found), page.data, options, page.suffix)
+
+
+def _read_data(name: str, data: bytes, options: Options, suffix: str = "") -> Collection:
+    """`suffix`: the kind of file, where the name does not end with it."""
+    if formats.is_archive(name, data, suffix):
+        return _require_text(name, read_archive(name.partition("://")[2] or name, data, options))
     found = Collection([], [])
-    found.add(formats.parse(name, data, options.boilerplate))
+    found.add(formats.parse(name, data, options.boilerplate, suffix))
     return found
 
 
