@@ -48,6 +48,7 @@ def _at(engine: LocalEngine, length: int, ids: Sequence[int]) -> Any:
     return engine.snapshot()
 
 
+@torch.inference_mode()
 def skip(cache: Cache, tokens: int) -> None:
     """Move a state `tokens` on: every layer takes the last keys and values it has once more."""
     for layer in cache.own():
