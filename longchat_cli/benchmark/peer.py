@@ -18,7 +18,7 @@ FORMS = ("Q4_0", "Q8_0")
 """What a GGUF model is written as beside its own form: llama.cpp's fastest forms."""
 ENVIRONMENT: Mapping[str, str | None] = {"OMP_WAIT_POLICY": None}
 """longchat waits passively; the other program waits as it likes."""
-INSTALL = "pip install llama-cpp-python (docs/benchmarks.md names the build for this CPU)"
+INSTALL = "pip install llama-cpp-python; CONTRIBUTING.md and docs/benchmarks.md say how"
 
 
 @dataclass(frozen=True)

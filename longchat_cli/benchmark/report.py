@@ -283,6 +283,22 @@ def _draw(lines: Mapping[str, Sequence[tuple[float, float]]], label: str, file: 
     return file
 
 
+PAGE = """\
+# Benchmarks
+
+Every figure is measured by `longchat bench`, which replaces the sections below. llama.cpp is measured through
+llama-cpp-python; on a CPU with AVX512 it was built by
+
+```
+CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX512=ON \\
+  -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AVX512_VBMI=ON" \\
+  pip install --no-binary llama-cpp-python llama-cpp-python
+```
+
+(its build for AMX crashed with an illegal instruction on a virtual machine). It reads the same file and the same
+text as longchat, and that file requantised by itself, with its flash attention on and off; its fastest form
+counts in each cell.
+"""
 NOTES = """\
 *first token*: seconds from the prompt's ids to the first token chosen, the model loaded and warm. *prefill*:
 the prompt's tokens by these seconds. *decode*: {decoded} tokens of the text fed one by one after the prompt,
@@ -303,12 +319,12 @@ def page(result: Mapping[str, Any], command: str) -> str:
 def insert(file: Path, section: str, text: str) -> None:
     """Put `text` between the marks of `section` in `file`; what stands around them stays.
 
-    A file without the marks gets them at its end; a new file gets a title. Raises CannotCreate.
+    A file without the marks gets them at its end; a new file begins with PAGE. Raises CannotCreate.
     """
     begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
     block = f"{begin}\n{text}\n{end}"
     try:
-        page = file.read_text(encoding="utf-8") if file.exists() else "# Benchmarks\n"
+        page = file.read_text(encoding="utf-8") if file.exists() else PAGE
         marked = re.compile(re.escape(begin) + ".*" + re.escape(end), re.DOTALL)
         changed = (
             marked.sub(lambda _: block, page) if marked.search(page) else f"{page.rstrip()}\n\n{block}\n"
