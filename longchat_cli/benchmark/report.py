@@ -295,9 +295,9 @@ CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML
   pip install --no-binary llama-cpp-python llama-cpp-python
 ```
 
-(its build for AMX crashed with an illegal instruction on a virtual machine). It reads the same file and the same
-text as longchat, and that file requantised by itself, with its flash attention on and off; its fastest form
-counts in each cell.
+(its build for AMX crashed with an illegal instruction on a virtual machine). It reads the same file and the
+same text as longchat, and that file requantised by itself, with its flash attention on and off; its fastest
+form counts in each cell.
 """
 NOTES = """\
 *first token*: seconds from the prompt's ids to the first token chosen, the model loaded and warm. *prefill*:
