@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from longchat_cli import attention
+from longchat_cli import attention, whole
 from longchat_cli.documents import Collection, Document, is_remote
 from longchat_cli.engine import Engine, Progress
 from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageError
@@ -60,7 +60,8 @@ Weigh = Callable[[Any, Any, Sequence[int]], Sequence[float]]
 class Request:
     """What to ask and how. `method` 'auto' is `full` where everything fits the window, else `recall`.
 
-    `cite`: look every answer up in the documents.
+    `cite`: look every answer up in the documents. `mode`, for texts longer than the window: `find` passages,
+    read the `whole` in parts, or `auto`, by the question.
     """
 
     questions: tuple[str, ...]
@@ -70,6 +71,7 @@ class Request:
     overflow: str = "error"
     sampling: Sampling = field(default_factory=Sampling)
     cite: bool = False
+    mode: str = "find"
 
     def opened(self) -> tuple[str, Mapping[str, Any]]:
         """The method that reads and its options. With `auto` they are recall's, of which full has some."""
@@ -91,6 +93,7 @@ class Answer:
     passages: source, line, end_line, place, begin, end (characters), score, text.
     citations: per sentence begin, end (of the answer), sentence, verdict, exact, quote (a place as above).
     rested: places that the answer's tokens looked at, with their share, the most first.
+    notes: of the whole read in parts: each part's place, begin, end, note, kept (from an earlier run).
     """
 
     question: str
@@ -105,6 +108,7 @@ class Answer:
     passages: list[dict[str, Any]]
     citations: list[dict[str, Any]] = field(default_factory=list)
     rested: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def cancelled(self) -> bool:
@@ -117,6 +121,11 @@ class Answer:
     def evidence(self) -> str:
         """The coverage line: tokens read, visible, retrieved, from where."""
         total, read = self.usage["document_tokens"], self.coverage["read"]
+        if self.method == "whole":
+            kept = sum(note["kept"] for note in self.notes)
+            before = f", {kept} of them noted before" if kept else ""
+            count = f"{len(self.notes)} of {self.coverage['parts']} parts{before}"
+            return f"whole: read {read:,} of {total:,} tokens, {count}"
         if self.method == "recall":
             places = ", ".join(map(place, self.passages)) or "nothing"
             count = f"{len(self.passages)} passage{'s' if len(self.passages) != 1 else ''}"
@@ -215,17 +224,21 @@ def ask(
     session = _Session(engine, documents, request, emit, console, interrupts, show, weigh)
     session.require_questions_fit()
     method = session.method()
-    if method == "recall":
-        if session.total > MANY:
-            console.notice(f"indexing {session.total:,} tokens")
-        build = time.perf_counter()
-        finder = make_finder(engine, documents, request.options)
-        build = time.perf_counter() - build
-        for question in request.questions:
-            yield session.answer_from_passages(finder, question, build)
-            build = 0.0
-    else:
+    if method != "recall":
         yield from session.answer_from_everything(method)
+        return
+    finder = None
+    for question in request.questions:
+        kind = session.about_the_whole(question)
+        if kind:
+            yield session.answer_from_all_parts(question, kind)
+            continue
+        build = time.perf_counter()
+        if finder is None:
+            if session.total > MANY:
+                console.notice(f"indexing {session.total:,} tokens")
+            finder = make_finder(engine, documents, request.options)
+        yield session.answer_from_passages(finder, question, time.perf_counter() - build)
 
 
 @dataclass(frozen=True)
@@ -267,6 +280,16 @@ def describe(documents: Sequence[Document], passage: Found) -> dict[str, Any]:
         "score": round(float(passage.score), 4),
         "text": document.text[passage.begin : passage.end],
     }
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the model said: its ids, why it stopped, and the engine's state before it."""
+
+    text: str
+    ids: Sequence[int]
+    stop: str
+    mark: Any = None
 
 
 class _Session:
@@ -311,7 +334,9 @@ class _Session:
     def method(self) -> str:
         """`auto` decided by the counts. Raises ContextOverflow for a method that breaks past the window."""
         chosen = self.request.method
-        if chosen == "auto":
+        if self.request.mode == "whole" and chosen not in ("auto", "full", "recall"):
+            raise UsageError("--mode whole reads with full attention", "", f"leave out --method {chosen}")
+        if chosen == "auto" or (chosen == "full" and self.request.mode == "whole"):
             return "full" if self._longest() <= self.room else "recall"
         if not attention.method_class(chosen).unlimited and (size := self._longest()) > self.room:
             if self.request.overflow != "force":
@@ -358,6 +383,80 @@ class _Session:
         self.engine.reset()
         timings["prefill_s"] = self._read(prompt.ids, "recall")
         return self._generate(question, prompt, "recall", reused=0, timings=timings, found=found)
+
+    def about_the_whole(self, question: str) -> whole.Kind | None:
+        """How `question` is to be answered from all parts; None: from passages."""
+        if self.request.mode == "find":
+            return None
+        return whole.kind(question) or ("change" if self.request.mode == "whole" else None)
+
+    def answer_from_all_parts(self, question: str, kind: whole.Kind) -> Answer:
+        """Read every part and note what it says, then answer from the notes; Ctrl-C ends the reading."""
+        start = time.perf_counter()
+        asked = whole.instruction(question, kind)
+        room = self.engine.info.window - whole.NOTE_TOKENS - len(self._prompt([], asked)) - AROUND
+        cut = whole.parts(self.documents, self.engine.count, max(min(whole.PART_TOKENS, room), 1))
+        self.console.notice(
+            f"reading all {self.total:,} tokens in {len(cut)} parts; Ctrl-C: answer from those read so far"
+        )
+        notes = whole.Notes.of(self.engine.info.fingerprint, self.request.system or "", asked)
+        with self.interrupts.catching(), self.console.progress("reading") as bar:
+            made = whole.read_all(self.documents, cut, question, kind, self._say, notes, bar)
+        if self.interrupts.leave or not made:
+            raise KeyboardInterrupt
+        if len(made) < len(cut):
+            self.console.warn(f"stopped after {len(made)} of {len(cut)} parts; ask again to go on from there")
+        said = whole.useful(made)
+        if kind == "list":
+            text = (
+                "\n".join(f"- {entry['item']}" for entry in whole.items(said, self.documents)) or whole.EMPTY
+            )
+            self.emit(text)
+            answer = self._answer(question, Prompt(), "whole", 0, {}, _Said(text, [], "eos"))
+        else:
+            answer = self._answer_from_notes(question, kind, [note.text for note in said] or [whole.EMPTY])
+        return replace(
+            answer,
+            timings={"find_s": 0.0, "reading_s": round(time.perf_counter() - start, 4)} | answer.timings,
+            coverage={
+                **answer.coverage,
+                "read": sum(note.part.tokens for note in made) if len(made) < len(cut) else self.total,
+                "parts": len(cut),
+            },
+            notes=[self._describe_note(note) for note in made],
+        )
+
+    def _answer_from_notes(self, question: str, kind: whole.Kind, notes: Sequence[str]) -> Answer:
+        asked = whole.final(question, kind)
+        room = self.room - len(self._prompt([], asked)) - AROUND
+        with self.interrupts.catching():
+            texts = whole.condense(notes, question, kind, room, self.engine.count, self._say)
+        if texts is None:
+            raise KeyboardInterrupt
+        prompt = self.engine.render(
+            messages(self.request.system, _labelled([Text("\n\n".join(texts) + "\n\n")], asked))
+        )
+        if self.show:
+            self.show(self.engine, prompt)
+        self.engine.reset()
+        seconds = self._read(prompt.ids, "full")
+        return self._generate(question, prompt, "whole", reused=0, timings={"prefill_s": seconds})
+
+    def _say(self, texts: Sequence[Text], question: str, tokens: int) -> str | None:
+        """`whole.Say` over the engine, from an empty state."""
+        prompt = self.engine.render(
+            messages(self.request.system, _labelled([*texts, Text("\n\n")], question))
+        )
+        self.engine.reset()
+        if self.engine.prefill(prompt.ids, None, self.interrupts.stopped) < len(prompt.ids):
+            return None
+        pieces = list(self.engine.generate(Sampling(max_tokens=tokens), self.interrupts.stopped))
+        return None if pieces[-1].stop == "cancelled" else Sanitizer().feed("".join(p.text for p in pieces))
+
+    def _describe_note(self, note: whole.Note) -> dict[str, Any]:
+        part = note.part
+        where = asdict(self.documents[part.document].locate(part.begin, part.end))
+        return {**where, "begin": part.begin, "end": part.end, "note": note.text, "kept": note.kept}
 
     def _prompt(self, documents: Sequence[Document], question: str) -> Prompt:
         return self.engine.render(messages(self.request.system, compose(documents, question)))
@@ -428,21 +527,34 @@ class _Session:
                 stop = piece.stop or stop
         seconds = time.perf_counter() - start
         timings |= {"decode_s": seconds, "tokens_per_s": len(ids) / seconds if seconds else 0.0}
+        said = _Said("".join(pieces), ids, stop, mark)
+        return self._answer(question, prompt, method, reused, timings, said, found)
+
+    def _answer(
+        self,
+        question: str,
+        prompt: Prompt,
+        method: str,
+        reused: int,
+        timings: dict[str, float],
+        said: _Said,
+        found: Sequence[Found] = (),
+    ) -> Answer:
         state = self.engine.coverage()
-        evidence: dict[str, Any] = {}
-        if self.request.cite and stop != "cancelled":
-            evidence = self._evidence("".join(pieces), prompt, found, mark, ids)
+        evidence = (
+            self._evidence(said, prompt, found) if self.request.cite and said.stop != "cancelled" else {}
+        )
         return Answer(
             question=question,
-            answer="".join(pieces),
-            stop=stop,
+            answer=said.text,
+            stop=said.stop,
             model=self.engine.info.model,
             method=method,
             usage={
                 "document_tokens": self.total,
                 "prompt_tokens": len(prompt),
                 "reused_tokens": reused,
-                "answer_tokens": len(ids),
+                "answer_tokens": len(said.ids),
             },
             timings={name: round(value, 4) for name, value in timings.items()},
             coverage={**asdict(state), "read": tokens_read(prompt)},
@@ -451,15 +563,15 @@ class _Session:
             **evidence,
         )
 
-    def _evidence(
-        self, answer: str, prompt: Prompt, found: Sequence[Found], mark: Any, ids: Sequence[int]
-    ) -> dict[str, Any]:
+    def _evidence(self, said: _Said, prompt: Prompt, found: Sequence[Found]) -> dict[str, Any]:
         """Both kinds of sources of an answer; an interrupt waits for them."""
         read: list[Range] = [(passage.document, passage.begin, passage.end) for passage in found]
         with self.interrupts.catching():
-            paid = self.weigh(self.engine, mark, ids) if self.weigh and mark is not None else ()
+            paid = (
+                self.weigh(self.engine, said.mark, said.ids) if self.weigh and said.mark is not None else ()
+            )
             return {
-                "citations": self.sources.citations(answer, read),
+                "citations": self.sources.citations(said.text, read),
                 "rested": self.sources.rested(prompt, paid, read),
             }
 

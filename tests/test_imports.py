@@ -25,7 +25,7 @@ LAYERS = [
     {"attention"},
     {"tokens", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
     {"local", "recall"},
-    {"citations", "sources", "attribution"},
+    {"citations", "sources", "attribution", "whole"},
     {"ask", "chat", "evaluation", "doctor", "inspection", "benchmark"},
     {"repl"},
     {"cli", "commands", "__main__"},
@@ -38,7 +38,7 @@ LIGHT = [
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
     "evaluation.lines", "recall.lexical", "recall.passages", "recall.kept", "pages", "citations", "wording",
-    "sources",
+    "sources", "whole",
 ]  # fmt: skip
 """Modules that import neither torch nor transformers at module level."""
 

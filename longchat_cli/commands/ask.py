@@ -60,6 +60,13 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
     show_default=True,
     help="What to do when the text does not fit the method.",
 )
+@click.option(
+    "--mode",
+    type=Name(["auto", "find", "whole"]),
+    default="auto",
+    show_default=True,
+    help="Of a text longer than the window: find passages, or read the whole in parts; auto: by the question.",
+)
 @click.option("--system", metavar="TEXT", help="System prompt.")
 @click.option(
     "--output",
@@ -106,7 +113,14 @@ def ask(
     cite = params["strict_cite"] or footnotes or (as_json and params["cite"] is None)
     sampling = Sampling(**take(params, SAMPLERS))
     request = Request(
-        tuple(asked), params["system"], method, method_options, params["overflow"], sampling, cite
+        tuple(asked),
+        params["system"],
+        method,
+        method_options,
+        params["overflow"],
+        sampling,
+        cite,
+        params["mode"],
     )
     collection = read(names, console, reading(params))
     require_all(collection, params["strict"])

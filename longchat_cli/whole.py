@@ -1,0 +1,252 @@
+"""Questions about the whole of a text: every part is read in its turn and noted, then the notes are read.
+
+A question about a place needs a passage; "summarise", "list all" and "how does X change" need everything, and
+a text beyond the window can only be had in parts. Each part is read with full attention in a window of its
+own; notes are short, and where they are more than the window holds they are read in groups first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from longchat_cli.config import cache_dir, private
+from longchat_cli.documents import Document
+from longchat_cli.prompt import Text
+from longchat_cli.recall.passages import split_sentences
+
+Kind = Literal["summary", "list", "change"]
+
+PART_TOKENS = 1536
+"""Tokens of a part at most; small models note little of longer ones."""
+NOTE_TOKENS = 96
+"""Tokens of a note at most."""
+NOTHING = re.compile(r"\W*(?:none|nothing|no|n/?a|not mentioned|unknown)\b\W*", re.IGNORECASE)
+
+EMPTY = "Nothing of that kind was found."
+"""The answer, or the only note, where no part says anything."""
+
+_KINDS: dict[Kind, re.Pattern[str]] = {
+    "list": re.compile(
+        r"^\W*(?:please\s+)?(?:list|enumerate)\b"
+        r"|\b(?:name|find|give|show|what are|who are|which are|which|what)\b.{0,24}\b(?:all|every|each)\b"
+        r"|\bhow many times\b|\bevery (?:mention|occurrence)\b",
+        re.IGNORECASE,
+    ),
+    "change": re.compile(
+        r"\bhow\b.*\b(?:changed?s?|evolved?s?|develops?|developed|grows?|grew|progress(?:es|ed)?)\b"
+        r"|\bthroughout\b|\bover the (?:course|years)\b|\bfrom (?:beginning|start) to (?:end|finish)\b",
+        re.IGNORECASE,
+    ),
+    "summary": re.compile(
+        r"\b(?:summari[sz]e|summary|overview|outline|synopsis|gist|tl;?dr|plot|recap)\b"
+        r"|\bmain (?:points?|ideas?|themes?|topics?|arguments?|characters?|conclusions?)\b"
+        r"|\bwhat (?:is|are) (?:this|the|these) \w+(?: \w+)? (?:all )?about\b",
+        re.IGNORECASE,
+    ),
+}
+_NOTE: dict[Kind, str] = {
+    "summary": "Summarise this part of the text in two sentences.",
+    "list": "{question} Answer from this part of the text alone, one item a line. "
+    "If there is none, say: none",
+    "change": "What does this part of the text say on this: {question} Answer in one sentence. "
+    "If it says nothing, say: nothing",
+}
+_REDUCE: dict[Kind, str] = {
+    "summary": "These are notes on the parts of one text, in order. {question}",
+    "list": "These are lists from the parts of one text. {question}",
+    "change": "These are notes on the parts of one text, in order. {question}",
+}
+
+Count = Callable[[str], int]
+Say = Callable[[Sequence[Text], str, int], str | None]
+"""Reads texts and answers a question on them within so many tokens; None when it was stopped."""
+Progress = Callable[[int, int], None]
+
+
+def kind(question: str) -> Kind | None:
+    """What kind of question about the whole this is; None for one about a place."""
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(question)), None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Characters [begin, end) of document number `document`, of so many tokens."""
+
+    document: int
+    begin: int
+    end: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the model noted on a part. `kept`: in an earlier run."""
+
+    part: Part
+    text: str
+    kept: bool = False
+
+
+def parts(documents: Sequence[Document], count: Count, most: int = PART_TOKENS) -> list[Part]:
+    """The documents cut into parts of `most` tokens at most, along sentences.
+
+    From half full on, a part is closed where a place (a page, a chapter) ends.
+    """
+    return [part for number, document in enumerate(documents) for part in _cut(number, document, count, most)]
+
+
+def _cut(number: int, document: Document, count: Count, most: int) -> Iterator[Part]:
+    bounds, paragraphs = split_sentences(document.text)
+    begin = end = held = 0
+    before = -1
+    for (low, high), paragraph in zip(bounds.tolist(), paragraphs.tolist(), strict=True):
+        size = count(document.text[low:high]) + 1
+        turn = paragraph != before and document.locate(low, high).place != document.locate(begin, end).place
+        if held and (held + size > most or (turn and 2 * held >= most)):
+            yield Part(number, begin, end, held)
+            held = 0
+        if not held:
+            begin = low
+        end, held, before = high, held + size, paragraph
+    if held:
+        yield Part(number, begin, end, held)
+
+
+def instruction(question: str, kind: Kind) -> str:
+    """What is asked of each part."""
+    return _NOTE[kind].format(question=question)
+
+
+class Notes:
+    """Notes on disk, a file per model and instruction: what an interrupt leaves is gone on with.
+
+    `directory` None keeps nothing. A full disk or a damaged line costs the notes, not the answer.
+    """
+
+    def __init__(self, directory: Path | None, *identity: str) -> None:
+        name = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:32]
+        self._path = directory / f"{name}.jsonl" if directory else None
+        self._held: dict[str, str] = {}
+        if self._path and self._path.exists():
+            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    self._held[row["part"]] = row["note"]
+
+    @classmethod
+    def of(cls, *identity: str) -> Notes:
+        """In the cache directory."""
+        return cls(private(cache_dir() / "notes"), *identity)
+
+    def get(self, text: str) -> str | None:
+        """The note on a part with this text."""
+        return self._held.get(_digest(text))
+
+    def add(self, text: str, note: str) -> None:
+        """Keep a note at once."""
+        self._held[_digest(text)] = note
+        if self._path:
+            row = json.dumps({"part": _digest(text), "note": note}, ensure_ascii=False)
+            with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+                self._path.chmod(0o600)
+                file.write(row + "\n")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_all(
+    documents: Sequence[Document],
+    cut: Sequence[Part],
+    question: str,
+    kind: Kind,
+    say: Say,
+    notes: Notes,
+    progress: Progress | None = None,
+) -> list[Note]:
+    """A note on each part, in order; fewer when `say` was stopped."""
+    made, done, total = [], 0, sum(part.tokens for part in cut)
+    for part in cut:
+        document = documents[part.document]
+        text = document.text[part.begin : part.end]
+        note = notes.get(text)
+        kept = note is not None
+        if note is None:
+            note = say([Text(text, document.name, part.begin)], instruction(question, kind), NOTE_TOKENS)
+            if note is None:
+                break
+            notes.add(text, note)
+        made.append(Note(part, note.strip(), kept))
+        done += part.tokens
+        if progress:
+            progress(done, total)
+    return made
+
+
+def useful(notes: Sequence[Note]) -> list[Note]:
+    """The notes that say something."""
+    return [note for note in notes if note.text and not NOTHING.fullmatch(note.text.splitlines()[0])]
+
+
+def condense(
+    notes: Sequence[str], question: str, kind: Kind, room: int, count: Count, say: Say
+) -> list[str] | None:
+    """Notes that fit `room` tokens: as they are, or read in groups, as often as it takes. None: stopped."""
+    texts = list(notes)
+    while len(texts) > 1 and sum(count(text) + 2 for text in texts) > room:
+        shorter = []
+        for group in _groups(texts, room, count):
+            note = say([Text("\n\n".join(group))], final(question, kind), NOTE_TOKENS)
+            if note is None:
+                return None
+            shorter.append(note.strip())
+        if len(shorter) >= len(texts):  # each as long as the room: the first ones must do
+            return shorter[:1]
+        texts = shorter
+    return texts
+
+
+def _groups(texts: Sequence[str], room: int, count: Count) -> Iterator[list[str]]:
+    group: list[str] = []
+    held = 0
+    for text in texts:
+        size = count(text) + 2
+        if group and held + size > room:
+            yield group
+            group, held = [], 0
+        group.append(text)
+        held += size
+    if group:
+        yield group
+
+
+def final(question: str, kind: Kind) -> str:
+    """What is asked of the notes in the end."""
+    return _REDUCE[kind].format(question=question)
+
+
+def items(notes: Sequence[Note], documents: Sequence[Document]) -> list[dict[str, Any]]:
+    """The different items of all lists, in order, each with the places of the parts that have it.
+
+    Joined without the model: nothing is lost and nothing is added.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for note in notes:
+        where = asdict(documents[note.part.document].locate(note.part.begin, note.part.end))
+        for line in note.text.splitlines():
+            item = re.sub(r"^\s*(?:[-*•+]|\(?\d{1,3}[.)])\s*", "", line).strip().rstrip(".,;")
+            if item and not NOTHING.fullmatch(item):
+                entry = found.setdefault(
+                    re.sub(r"\W+", " ", item.casefold()).strip(), {"item": item, "places": []}
+                )
+                if where not in entry["places"]:
+                    entry["places"].append(where)
+    return list(found.values())
