@@ -406,3 +406,21 @@ def test_footnotes_are_short_and_safe() -> None:
     assert lines[0].startswith("[1] verified  a.txt:3-4  The mill has seven sails.")
     assert len(lines[0]) < 100
     assert lines[1:] == ["[2] not found  It rained.", "read  a.txt:3-4 (76%)"]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "opened"),
+    [
+        ("auto", {}, ("full", {})),
+        ("auto", {"find": "lexical", "kv_dtype": "int4"}, ("full", {"kv_dtype": "int4"})),
+        ("auto", {"passages": 2, "prefill": "minference"}, ("full", {"prefill": "minference"})),
+        (
+            "recall",
+            {"find": "lexical", "kv_dtype": "int4"},
+            ("recall", {"find": "lexical", "kv_dtype": "int4"}),
+        ),
+    ],
+)
+def test_what_auto_reads_with(method, options, opened):
+    """Options that every method has are not lost where `auto` turns out to be full."""
+    assert Request(("q",), method=method, options=options).opened() == opened

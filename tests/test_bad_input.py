@@ -103,6 +103,30 @@ TABLE: list[tuple[list[str], int, str]] = [
     (["models", "info", ""], 66, "the model's name is empty"),
     (["models", "default", "folder"], 65, "folder is not a model directory"),
     (["models", "remove", "tiny"], 2, "tiny is a file of yours"),
+    (["ask", "note.txt", "q", "--kernel", "", *TINY], 2, "no kernel ''; choose from"),
+    (["ask", "note.txt", "q", "--prefill", "", *TINY], 2, "there is no prefill ''; choose own or minference"),
+    (
+        ["ask", "note.txt", "q", "--prefill", "minference:kv-dtype=int8", *TINY],
+        2,
+        "--prefill is minference:kv-dtype=int8: there is no option 'kv-dtype'",
+    ),
+    (
+        ["ask", "note.txt", "q", "--prefill", "minference:slash=-1", *TINY],
+        2,
+        "--prefill is minference:slash=-1: --slash is -1: it must be at least 0",
+    ),
+    (["ask", "note.txt", "q", "--compile", *TINY], 2, "--compile cannot serve here: the method's state has"),
+    (
+        ["ask", "note.txt", "q", "--compile", "--method", "window", "--window", "2G", *TINY],
+        75,
+        "2,000,000,000 tokens take",
+    ),
+    (["methods", "--measure", "--methods", ","], 2, "',' names nothing"),
+    (["methods", "--measure", "--columns", ","], 2, "',' names nothing"),
+    (["methods", "--measure", "--columns", "needle@"], 2, "there is no column 'needle@'"),
+    (["methods", "--measure", "--columns", "needle:"], 2, "there is no column 'needle:'"),
+    (["methods", "--measure", "--methods", "sink zork=1"], 2, "--zork is not an option of this method"),
+    (["methods", "--measure", "--methods", "sink window=0"], 2, "--window is 0: it must be at least 1"),
 ]
 
 

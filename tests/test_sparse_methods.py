@@ -206,7 +206,13 @@ def test_prefill_after_an_eviction_counts_places_in_the_cache():
 @pytest.mark.parametrize(
     "text",
     ["window", "minference:", "minference:vertical", "minference:vertical=x", "minference:nonsense=3"]
-    + ["minference:vertical=-1", "minference:pattern=round", "minference:prefill=minference", "none"],
+    + [
+        "minference:vertical=-1",
+        "minference:pattern=round",
+        "minference:prefill=own",
+        "minference:kv-dtype=int8",
+    ]
+    + ["none", ""],
 )
 def test_a_prefill_is_refused_in_one_line(text):
     if text == "minference:":
@@ -214,7 +220,7 @@ def test_a_prefill_is_refused_in_one_line(text):
         return
     with pytest.raises(UsageError) as error:
         method_class("full").build({"prefill": text})
-    assert "--" in str(error.value)
+    assert f"prefill is {text}: " in str(error.value) or f"no prefill '{text}'" in str(error.value)
     assert "\n" not in str(error.value)
 
 

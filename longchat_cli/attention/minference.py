@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longchat_cli.attention.full import Full
-from longchat_cli.attention.layer import Step, at_most, option
+from longchat_cli.attention.layer import Method, Step, at_most, option
 from longchat_cli.attention.probabilities import probabilities
 from longchat_cli.errors import UsageError
 from longchat_cli.kernels import Span
@@ -133,19 +133,24 @@ def parse(text: str) -> MInference:
     """The method that `minference[:option=value,...]` names. Raises UsageError."""
     name, _, rest = text.partition(":")
     if name != "minference":
-        raise UsageError(f"--prefill is {text}", "", "choose own or minference[:option=value,...]")
-    texts = {field.name for field in dataclasses.fields(MInference) if isinstance(field.default, str)}
-    options: dict[str, int | str] = {}
-    for pair in filter(None, rest.split(",")):
-        key, _, value = pair.partition("=")
-        key = key.replace("-", "_")
-        try:
-            options[key] = value if key in texts else int(value)
-        except ValueError:
-            raise UsageError(
-                f"--prefill is {text}", f"{key} is no number", "write option=value,..."
-            ) from None
-    return MInference.build(options)  # type: ignore[return-value]
+        raise UsageError(f"there is no prefill '{text}'", "", "choose own or minference[:option=value,...]")
+    try:
+        return MInference.build(dict(_option(pair) for pair in filter(None, rest.split(","))))  # type: ignore[return-value]
+    except UsageError as error:
+        raise UsageError(f"--prefill is {text}", str(error)) from None
+
+
+def _option(pair: str) -> tuple[str, int | str]:
+    """An option of the pattern from `name=value`; those that every method has are none. Raises UsageError."""
+    flag, _, value = pair.partition("=")
+    name = flag.replace("-", "_")
+    own = {field.name: field.default for field in dataclasses.fields(MInference)}
+    if name not in own or name in {field.name for field in dataclasses.fields(Method)}:
+        raise UsageError(f"there is no option '{flag}'", "", "`longchat methods minference` shows them")
+    try:
+        return name, value if isinstance(own[name], str) else int(value)
+    except ValueError:
+        raise UsageError(f"'{pair}' is no option", f"{flag} takes a number", "write name=value") from None
 
 
 def _top(scores: Tensor, count: int, forced: int = 0) -> Tensor:

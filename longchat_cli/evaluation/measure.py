@@ -49,8 +49,11 @@ DECODED, ROUND = 256, 16
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The parts between commas; a comma before `name=` belongs to a value."""
-    return tuple(part.strip() for part in re.split(r",(?![\w-]+=)", text) if part.strip())
+    """The parts between commas; a comma before `name=` belongs to a value. Raises UsageError for none."""
+    parts = tuple(part.strip() for part in re.split(r",(?![\w-]+=)", text) if part.strip())
+    if not parts:
+        raise UsageError(f"'{text}' names nothing", "", "write names with commas between them")
+    return parts
 
 
 def named(method: str) -> tuple[str, dict[str, Any]]:
@@ -111,8 +114,10 @@ class Plan:
     def options(self, method: str) -> tuple[str, dict[str, Any]]:
         """The name and options that one of `methods` stands for. Raises UsageError."""
         name, given = named(method)
-        scaled = method_class(name).at_budget(max(int(self.length * self.budget), 1), self.length)
-        return name, scaled | given
+        cls = method_class(name)
+        options = cls.at_budget(max(int(self.length * self.budget), 1), self.length) | given
+        cls.build(options)
+        return name, options
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,12 @@ class Column:
     @classmethod
     def parse(cls, text: str, length: int) -> Column:
         """TASK, TASK@LENGTH, TASK:later or TASK@LENGTH:later. Raises UsageError."""
-        rest, _, when = text.partition(":")
-        task, _, size = rest.partition("@")
-        if task not in TASKS or TASKS[task].generate is None or when not in ("", "later"):
-            known = ", ".join(name for name, known in TASKS.items() if known.generate)
-            raise UsageError(f"there is no column '{text}'", "", f"choose from {STREAM}, {known}; see --help")
+        rest, colon, when = text.partition(":")
+        task, at, size = rest.partition("@")
+        known = task in TASKS and TASKS[task].generate is not None
+        if not known or bool(at) > bool(size) or when != ("later" if colon else ""):
+            names = ", ".join(name for name, task in TASKS.items() if task.generate)
+            raise UsageError(f"there is no column '{text}'", "", f"choose from {STREAM}, {names}; see --help")
         length = parse_size(size) if size else length
         if length < 1:
             raise UsageError(f"there is no column '{text}'", "its length must be at least 1")

@@ -22,8 +22,7 @@ def subject(
     open_engine: ask.Open, request: ask.Request, console: Console, interrupts: Interrupts, rank_only: bool
 ) -> Subject:
     """A subject over one loaded model. `rank_only` finds passages and writes no answer (recall)."""
-    auto = request.method == "auto"  # its options are recall's
-    engine: Any = open_engine("full", {}) if auto else open_engine(request.method, request.options)
+    engine: Any = open_engine(*request.opened())
 
     def answer(document: str, questions: Sequence[str]) -> list[Answer]:
         finders: list[Any] = []

@@ -134,7 +134,7 @@ class StaticStep:
         reason = _refusal(decoder, method, layers)
         if reason:
             raise UsageError("--compile cannot serve here", reason, "leave it out")
-        _check_room(decoder, layers[0].window + getattr(layers[0], "sinks", 0))
+        _check_room(decoder, layers[0].window)
         self.decoder: LeanDecoder = decoder
         self.clock = Clock(layers[0].window, decoder.device)
         self.layers = [FixedLayer(layer, self.clock) for layer in layers]
@@ -217,7 +217,7 @@ def _refusal(decoder: Any, method: Method, layers: list[Layer]) -> str | None:
         return "the model runs through transformers"
     if not all(isinstance(layer, WindowLayer) for layer in layers):
         return "the method's state has no fixed shape, as that of window, sink and lm-infinite has"
-    return None if method.kv_dtype == "auto" else "keys and values are in few bits"
+    return None if method.kv_dtype == "auto" else f"--kv-dtype is {method.kv_dtype}"
 
 
 def _check_room(decoder: LeanDecoder, tokens: int) -> None:
