@@ -181,11 +181,14 @@ def start(json_file: str | None, markdown: str | None, threads: int | None, **pa
     click.echo(json.dumps(result, ensure_ascii=False) if json_file == "-" else shown)
 
 
-@bench.command("kernels", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@bench.command("kernels", context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def kernels(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Check and time every attention kernel on a GPU: `python -m longchat_cli.kernels.bench`."""
+    """Check and time every attention kernel on a GPU.
+
+    The arguments are those of `python -m longchat_cli.kernels.bench`; `bench kernels -- --help` shows them.
+    """
     from longchat_cli.kernels.bench import main
 
     ctx.exit(main(arguments))
