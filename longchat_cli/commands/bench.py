@@ -138,7 +138,11 @@ def _keep(file: str | None, result: dict[str, Any]) -> None:
 @bench.command("start")
 @click.option("--repeat", type=int, default=3, show_default=True, help="Runs of each.")
 @click.option(
-    "--streams", default="sink,window,lm-infinite", show_default=True, metavar="NAMES", help="Methods, or ''."
+    "--streams",
+    default="sink,window,lm-infinite",
+    show_default=True,
+    metavar="NAMES",
+    help="Methods, or '' for none.",
 )
 @click.option("--lengths", type=Sizes(), default="4k,128k,1M", show_default=True, help="Tokens of a stream.")
 @click.option(
@@ -165,7 +169,7 @@ def start(json_file: str | None, markdown: str | None, threads: int | None, **pa
         model=params["model"],
         engine=_engine(params),
         threads=threads or cores(),
-        streams=_methods(params["streams"]),
+        streams=_methods(params["streams"]) if params["streams"] else {},
         book=bool(params["data"]),
         **take(params, ("repeat", "lengths")),
     )
