@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "eval": "evaluate:evaluate",
     "bench": "bench:bench",
     "config": "config:config",
+    "schema": "schema:schema",
     "completion": "completion:completion",
     "man": "man:man",
     "doctor": "doctor:doctor",
