@@ -35,7 +35,7 @@ EMPTY = "Nothing of that kind was found."
 _KINDS: dict[Kind, re.Pattern[str]] = {
     "list": re.compile(
         r"^\W*(?:please\s+)?(?:list|enumerate)\b"
-        r"|\b(?:name|find|give|show|what are|who are|which are|which|what)\b.{0,24}\b(?:all|every|each)\b"
+        r"|\b(?:name|find|give|show|what are|who are|which)\b.{0,24}\b(?:all|every|each)\b"
         r"|\bhow many times\b|\bevery (?:mention|occurrence)\b",
         re.IGNORECASE,
     ),

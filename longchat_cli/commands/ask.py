@@ -65,7 +65,7 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
     type=Name(["auto", "find", "whole"]),
     default="auto",
     show_default=True,
-    help="Of a text longer than the window: find passages, or read the whole in parts; auto: by the question.",
+    help="Longer than the window: find passages, or read the whole in parts; auto: by the question.",
 )
 @click.option("--system", metavar="TEXT", help="System prompt.")
 @click.option(
