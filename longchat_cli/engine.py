@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from longchat_cli.pages import Store
 from longchat_cli.prompt import Message, Prompt
 from longchat_cli.sampling import Sampling
 
@@ -75,6 +76,18 @@ class Engine(Protocol):
         self, ids: Sequence[int], progress: Progress | None = None, cancel: Callable[[], bool] | None = None
     ) -> int:
         """Read `ids` into the state, chunk by chunk; returns how many were read (fewer when cancelled)."""
+
+    def read(
+        self,
+        ids: Sequence[int],
+        store: Store,
+        progress: Progress | None = None,
+        cancel: Callable[[], bool] | None = None,
+    ) -> tuple[int, int]:
+        """As `prefill`, into an empty state, through the pages of `store`: (read or taken, taken of these).
+
+        The state is the one `prefill` makes, bit for bit; logits are there once something is read behind it.
+        """
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         """Stream an answer; the state always holds whole tokens and agrees with what was yielded."""

@@ -17,6 +17,8 @@ from longchat_cli.attention import method_class
 from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
 from longchat_cli.models.static import StaticStep
+from longchat_cli.pages import PAGE, Store
+from longchat_cli.prefix import Prefix
 from longchat_cli.prompt import Assembler, Message, Prompt
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal_text import StopMatcher
@@ -107,6 +109,42 @@ class LocalEngine:
                 progress(done, len(ids))
         return done
 
+    def read(
+        self,
+        ids: Sequence[int],
+        store: Store,
+        progress: Progress | None = None,
+        cancel: Callable[[], bool] | None = None,
+    ) -> tuple[int, int]:
+        if self.cache.foreign:
+            store.console.detail("what was read is not kept: the model has layers of its own")
+            return self.prefill(ids, progress, cancel), 0
+        page = -(-PAGE // self.chunk) * self.chunk  # pages end where calls do
+        device = self.decoder.device
+        identity = {**self._identity(), "chunk": self.chunk, "device": device.type}
+        prefix = Prefix(store, identity, ids, page, device)
+        ends = [0, *prefix.ends]
+        at = reused = 0
+        try:
+            while ends[at] < len(ids) and not (cancel and cancel()):
+                begin, start = ends[at], at
+                if (at := prefix.advance(self.cache, start)) > start:
+                    reused += ends[at] - begin
+                    self.ids.extend(ids[begin : ends[at]])
+                    self.logits = None
+                else:
+                    before = self.cache.snapshot()
+                    done = self.prefill(ids[begin : ends[at + 1]], _behind(progress, begin, len(ids)), cancel)
+                    if begin + done < ends[at + 1]:
+                        return begin + done, reused
+                    prefix.keep(self.cache, before, at)
+                    at += 1
+                if progress:
+                    progress(ends[at], len(ids))
+        finally:
+            store.touch()
+        return ends[at], reused
+
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
         decoder, matcher = self.tokenizer.decoder(), StopMatcher((*sampling.stop, *self.assembler.stops))
@@ -159,7 +197,7 @@ class LocalEngine:
 
     def load(self, path: Path) -> None:
         cache = self.decoder.new_cache(self.method)
-        about, extra = state.load(path, cache, self._identity())
+        about, extra = state.load(path, cache, self._identity(), self.decoder.device)
         self.cache = cache
         self.ids = array.array("I", about["ids"])
         self.logits = extra.get("logits")
@@ -185,6 +223,11 @@ class LocalEngine:
         except BaseException:
             self.cache.restore(mark)
             raise
+
+
+def _behind(progress: Progress | None, begin: int, total: int) -> Progress | None:
+    """Progress of a part that begins at `begin` of `total` tokens."""
+    return (lambda done, _: progress(begin + done, total)) if progress else None
 
 
 def choose(
@@ -245,7 +288,7 @@ def open_engine(
         method=method,
         device=str(decoder.device),
         dtype=str(decoder.dtype).removeprefix("torch."),
-        fingerprint=ready.fingerprint,
+        fingerprint=f"{ready.fingerprint}-{quantize}" if quantize else ready.fingerprint,
         capabilities=frozenset({"save", "snapshot"}),
         notes=decoder.notes,
     )

@@ -162,7 +162,8 @@ class Store:
         self._mine: dict[str, None] = {}  # pages of this reading: not pruned for its own sake
         self._verified: dict[str, dict[str, str]] = {}
         self._total: int | None = None
-        self._stopped = False
+        self.stopped = False
+        """Nothing more is kept."""
 
     def path(self, key: str) -> Path:
         return self.root / (key + _ENDING)
@@ -199,7 +200,7 @@ class Store:
 
     def put(self, key: str, save: Save, metadata: Mapping[str, str] | None = None) -> bool:
         """Keep a page; whether it is there now."""
-        if self._stopped:
+        if self.stopped:
             return False
         try:
             if self._total is None:
@@ -220,7 +221,7 @@ class Store:
             self._total -= size
             limit = format_bytes(self.budget)
             self._stop(f"only a part of what was read is kept: --cache-size is {limit}")
-        return not self._stopped
+        return not self.stopped
 
     def discard(self, key: str) -> int:
         """Delete a page; the bytes that freed."""
@@ -292,5 +293,5 @@ class Store:
         return total
 
     def _stop(self, why: str) -> None:
-        self._stopped = True
+        self.stopped = True
         self.console.warn(why)

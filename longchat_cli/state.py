@@ -1,13 +1,14 @@
-"""A model state on disk: one safetensors file, tensors beside a JSON skeleton of what each layer keeps.
+"""A model state as tensors beside a JSON skeleton of what each layer keeps: in one file, or page by page.
 
-Never pickle. The file names the model and method it belongs to, and is refused for any other.
+Never pickle. A file is sealed with a checksum, names the model and method it belongs to, and is refused for
+any other.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import Tensor
 from longchat_cli.attention.buffer import KVBuffer, PackedBuffer, Recent, Storage
 from longchat_cli.attention.layer import Cache
 from longchat_cli.errors import BadInput, MissingInput, StorageError
+from longchat_cli.pages import Damaged, read_sealed, write_sealed
 
-FORMAT = 3
+FORMAT = 4
+CPU = torch.device("cpu")
 
 
 def save(path: Path, cache: Cache, about: dict[str, Any], extra: dict[str, Tensor]) -> None:
@@ -31,24 +34,17 @@ def save(path: Path, cache: Cache, about: dict[str, Any], extra: dict[str, Tenso
     """
     if cache.foreign:
         raise BadInput("this state cannot be saved", "the model keeps layers of its own (sliding or linear)")
-    tensors: dict[str, Tensor] = dict(extra)
-    layers = [_pack(layer.state(), tensors) for layer in cache.own()]
-    counters = {"position": cache.position, "skipped": cache.skipped, "text": cache.text.tolist()}
-    header = {"format": FORMAT, "about": about, "layers": layers, **counters}
+    parts = take_apart(cache)
+    header = {"format": FORMAT, "about": about, **parts.skeleton}
     try:
-        handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-        os.close(handle)
-        try:
-            save_file(tensors, name, metadata={"longchat": json.dumps(header)})
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_sealed(path, writer({**extra, **parts.whole}), {"longchat": json.dumps(header)})
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot save the state to {path}", str(error)) from error
 
 
-def load(path: Path, cache: Cache, about: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def load(
+    path: Path, cache: Cache, about: dict[str, Any], device: torch.device = CPU
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fill an empty `cache`; returns what was saved as `about` and the extra tensors.
 
     Every key of `about` given here must equal the saved one. Raises MissingInput, or BadInput when the file
@@ -57,63 +53,183 @@ def load(path: Path, cache: Cache, about: dict[str, Any]) -> tuple[dict[str, Any
     if not path.exists():
         raise MissingInput(f"no state at {path}")
     try:
-        with safe_open(path, framework="pt") as handle:
-            header = json.loads((handle.metadata() or {})["longchat"])
-            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
+        header = json.loads(read_sealed(path)["longchat"])
         if header["format"] != FORMAT:
             raise BadInput(f"{path} is of state format {header['format']}", f"this version reads {FORMAT}")
         for key, value in about.items():
             if header["about"][key] != value:
                 raise BadInput(f"{path} does not fit", f"{key} is {header['about'][key]!r}, not {value!r}")
-        for layer, saved in zip(cache.own(), header["layers"], strict=True):
-            state = {name: _unpack(value, tensors) for name, value in saved.items()}
-            if state.keys() != layer.state().keys():
-                raise KeyError("layer fields")
-            vars(layer).update(state)
-        cache.position, cache.skipped = int(header["position"]), int(header["skipped"])
-        cache.text = torch.tensor(header["text"], dtype=torch.int64)
-    except _DAMAGE as error:
+        with safe_open(path, framework="pt") as file:
+            put_together(cache, header, file, (), device)
+            extra = {name: file.get_tensor(name).clone() for name in file.keys() if _is_extra(name)}  # noqa: SIM118
+    except DAMAGE as error:
         raise BadInput(f"{path} is damaged or not a state", str(error), "remove it") from error
-    return header["about"], {name: x for name, x in tensors.items() if not name.startswith(_PREFIX)}
+    return header["about"], extra
+
+
+DAMAGE = (Damaged, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OSError)
+"""A skeleton of the wrong shape fails in any of these ways while a state is put together."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A state taken apart: its JSON `skeleton`, tensors that are `whole`, and what `grew` on an earlier one.
+
+    `paths` names what stands in `grew` and in the pages before it.
+    """
+
+    skeleton: dict[str, Any]
+    whole: dict[str, Tensor]
+    grew: dict[str, Tensor]
+    paths: frozenset[str]
+
+
+def take_apart(cache: Cache, before: Any = None, paths: frozenset[str] = frozenset()) -> Parts:
+    """The state of `cache`, or what came to it since the snapshot `before`, whose `paths` are in pages."""
+    packer = _Packer(paths)
+    marks = [None] * len(cache.own()) if before is None else before[1]
+    layers = [
+        packer.pack(layer.state(), str(index), mark)
+        for index, (layer, mark) in enumerate(zip(cache.own(), marks, strict=True))
+    ]
+    counters = {"position": cache.position, "skipped": cache.skipped, "text": cache.text.tolist()}
+    return Parts({"layers": layers, **counters}, packer.whole, packer.grew, frozenset(packer.paths))
+
+
+def put_together(
+    cache: Cache, skeleton: Mapping[str, Any], whole: Any, grew: Sequence[Any], device: torch.device = CPU
+) -> None:
+    """Make `cache` the state that `skeleton` tells; `whole` and `grew` are open safetensors files.
+
+    What grew is added to what `cache` holds now. Raises one of DAMAGE, and then `cache` is as it was.
+    """
+    unpacker = _Unpacker(whole, grew, device)
+    states = []
+    for layer, saved in zip(cache.own(), skeleton["layers"], strict=True):
+        now = layer.state()
+        state = {name: unpacker.unpack(value, now[name]) for name, value in saved.items()}
+        if state.keys() != now.keys():
+            raise KeyError("layer fields")
+        states.append(state)
+    position, skipped = int(skeleton["position"]), int(skeleton["skipped"])
+    text = torch.tensor(skeleton["text"], dtype=torch.int64)
+    for layer, state in zip(cache.own(), states, strict=True):
+        vars(layer).update(state)
+    cache.position, cache.skipped, cache.text = position, skipped, text
+
+
+def writer(tensors: dict[str, Tensor]) -> Callable[[str, dict[str, str]], None]:
+    """How pages are told to write tensors."""
+    return lambda name, metadata: save_file(tensors, name, metadata)
 
 
 _PREFIX = "layer."
-# A header of the wrong shape fails in any of these ways while it is taken apart.
-_DAMAGE = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OSError)
 
 
-def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """JSON for `value`, its tensors put aside under running names."""
-    if isinstance(value, dict):
-        return {name: _pack(item, tensors) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return {"list": [_pack(item, tensors) for item in value]}
-    if isinstance(value, (Storage, PackedBuffer)):
-        return {type(value).__name__: _pack(value.state(), tensors)}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, Tensor):
-        return {"tensor": _put(value, tensors)}
-    return {"plain": value}
+def _is_extra(name: str) -> bool:
+    return not name.startswith(_PREFIX)
 
 
-def _put(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
-    name = f"{_PREFIX}{len(tensors)}"
-    tensors[name] = tensor.contiguous().clone()
-    return name
+class _Packer:
+    """JSON for values, their tensors put aside: in `grew` by their path what an earlier state continues in,
+    all others in `whole` under running names."""
+
+    def __init__(self, earlier: frozenset[str]) -> None:
+        self.earlier, self.paths = earlier, set[str]()
+        self.whole: dict[str, Tensor] = {}
+        self.grew: dict[str, Tensor] = {}
+
+    def pack(self, value: Any, path: str, before: Any = None) -> Any:
+        if isinstance(value, dict):
+            older = before if isinstance(before, dict) else {}
+            return {name: self.pack(item, f"{path}.{name}", older.get(name)) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            if self._continues(value, path, before):
+                new = range(len(before), len(value))
+                self.grew |= {f"{path}.{index}": value[index].contiguous() for index in new}
+                return {"longer": [path, len(value)]}
+            return {"list": [self.pack(item, f"{path}.{index}") for index, item in enumerate(value)]}
+        if isinstance(value, (Storage, PackedBuffer)):
+            return {type(value).__name__: self._buffer(value, path, before)}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, Tensor):
+            name = f"{_PREFIX}{len(self.whole)}"
+            self.whole[name] = value.contiguous().clone()
+            return {"tensor": name} if value.device == CPU else {"on device": name}
+        return {"plain": value}
+
+    def _buffer(self, value: Storage | PackedBuffer, path: str, before: Any) -> dict[str, Any]:
+        older = before.state() if type(before) is type(value) else None
+        if not (isinstance(value, Storage) and self._continues(value, path, before)):
+            return self.pack(value.state(), path, older)
+        state, held = value.state(), len(before)
+        live = state.pop("tensors")
+        self.grew |= {f"{path}.{index}": x[:, held:].contiguous() for index, x in enumerate(live)}
+        grown = {"grown": [path, len(live), len(value), live[0].device != CPU]}
+        return {**self.pack(state, path), "tensors": grown}
+
+    def _continues(self, value: Any, path: str, before: Any) -> bool:
+        """Whether `value` is `before` and more, and all of `before` is in pages."""
+        if before is None or len(value) <= len(before) or (len(before) and path not in self.earlier):
+            return False
+        if isinstance(value, Storage):
+            more = value.extends(before)
+        else:
+            same = all(a is b for a, b in zip(before, value, strict=False))
+            more = same and all(isinstance(item, Tensor) for item in value)
+        if more:
+            self.paths.add(path)
+        return more
 
 
-def _unpack(saved: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    ((kind, value),) = saved.items()
-    if kind == "list":
-        return [_unpack(item, tensors) for item in value]
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "plain":
-        return value
-    if kind == "dtype":
-        return _DTYPES[value]
-    return _BUFFERS[kind].of(**{name: _unpack(item, tensors) for name, item in value.items()})
+class _Unpacker:
+    """Values of a packed state, from the file of its whole tensors and those of what grew, in order."""
+
+    def __init__(self, whole: Any, grew: Sequence[Any], device: torch.device) -> None:
+        self.whole, self.device = whole, device
+        self.grew: dict[str, list[Any]] = {}
+        for file in grew:
+            for name in file.keys():  # noqa: SIM118
+                self.grew.setdefault(name, []).append(file)
+
+    def unpack(self, saved: dict[str, Any], now: Any = None) -> Any:
+        """`now` is what stands in the place of the value."""
+        ((kind, value),) = saved.items()
+        if kind == "list":
+            return [self.unpack(item) for item in value]
+        if kind == "tensor":
+            return self.whole.get_tensor(value).clone()
+        if kind == "on device":
+            return self.whole.get_tensor(value).to(self.device)
+        if kind == "plain":
+            return value
+        if kind == "dtype":
+            return _DTYPES[value]
+        if kind == "longer":
+            path, count = value
+            return [*now, *(self._more(f"{path}.{index}")[0] for index in range(len(now), count))]
+        if kind == "grown":
+            return self._grown(now, *value)
+        inside = vars(now) if isinstance(now, PackedBuffer) else {"tensors": now}
+        return _BUFFERS[kind].of(
+            **{name: self.unpack(item, inside.get(name)) for name, item in value.items()}
+        )
+
+    def _grown(self, now: Storage, path: str, number: int, count: int, on_device: bool) -> list[Tensor]:
+        held = [[x] for x in now.live()] or [[]] * number
+        tensors = [
+            torch.cat([*here, *self._more(f"{path}.{index}", on_device)], dim=1)
+            for index, here in enumerate(held)
+        ]
+        if [x.shape[1] for x in tensors] != [count] * number:
+            raise ValueError(f"{path} is incomplete")
+        return tensors
+
+    def _more(self, name: str, on_device: bool = False) -> list[Tensor]:
+        return [
+            file.get_tensor(name).to(self.device if on_device else CPU) for file in self.grew.get(name, ())
+        ]
 
 
 _DTYPES = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}

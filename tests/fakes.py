@@ -68,6 +68,9 @@ class FakeEngine:
                 progress(done, len(ids))
         return done
 
+    def read(self, ids: Sequence[int], store: Any, *watching: Any) -> tuple[int, int]:
+        return self.prefill(ids, *watching), 0
+
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         decoder = self.tokenizer.decoder()
         answer = self.tokenizer.encode(self.reply(self.said()))

@@ -24,7 +24,7 @@ LAYERS = [
     {"kernels"},
     {"attention"},
     {"tokens", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
-    {"local", "recall"},
+    {"local", "prefix", "recall"},
     {"citations", "sources", "attribution", "whole"},
     {"ask", "chat", "evaluation", "doctor", "inspection", "benchmark"},
     {"repl"},

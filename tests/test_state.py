@@ -19,6 +19,7 @@ from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.layer import Cache
 from longchat_cli.attention.rope import Rope, default_frequencies
 from longchat_cli.errors import BadInput, LongchatError, MissingInput, StorageError
+from longchat_cli.pages import write_sealed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,6 +157,16 @@ def test_truncated_files(tmp_path):
         state.load(path, new_cache("sink"), ABOUT)
 
 
+def test_any_flipped_byte_is_seen(tmp_path):
+    path = tmp_path / "s"
+    state.save(path, filled("sink"), ABOUT, {})
+    data, rng = path.read_bytes(), random.Random(0)
+    for at in [*range(0, 600, 3), *rng.sample(range(len(data)), 40), len(data) - 1]:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+        with pytest.raises(BadInput, match="damaged"):
+            state.load(path, new_cache("sink"), ABOUT)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("infllm", "auto"), ("window", "int4"), ("tova", "int8")])
 def test_damaged_headers(name, kind, tmp_path):
     """Any JSON in place of any part of the header is an error of ours, never a traceback."""
@@ -171,14 +182,14 @@ def test_damaged_headers(name, kind, tmp_path):
         value = json.loads(header)
         parent, key = rng.choice(list(places(value)))
         parent[key] = rng.choice(junk)
-        save_file(tensors, path, metadata={"longchat": json.dumps(value)})
+        write_sealed(path, state.writer(tensors), {"longchat": json.dumps(value)})
         try:
             state.load(path, new_cache(name, kv_dtype=kind), ABOUT)
         except LongchatError:
             refused += 1
     assert refused > 40
     for text in ("", "[]", "3", "null", "{"):
-        save_file(tensors, path, metadata={"longchat": text})
+        write_sealed(path, state.writer(tensors), {"longchat": text})
         with pytest.raises(BadInput):
             state.load(path, new_cache(name, kv_dtype=kind), {})
     save_file(tensors, path)

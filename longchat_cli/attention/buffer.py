@@ -30,6 +30,7 @@ class Storage:
         self._tensors: tuple[Tensor, ...] = ()
         self._offset = 0
         self._sharing: weakref.WeakSet[Storage] = weakref.WeakSet([self])
+        self._origin = object()  # shared with copies: their common entries are the same
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -67,6 +68,10 @@ class Storage:
         vars(other).update(vars(self))
         self._sharing.add(other)
         return other
+
+    def extends(self, earlier: Storage) -> bool:
+        """Whether this is what `earlier`, a mark of it, held and more behind."""
+        return self._origin is earlier._origin and self.first == earlier.first and self.end > earlier.end
 
     def state(self) -> dict[str, Any]:
         """What `of` makes an equal one of."""

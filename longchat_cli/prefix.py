@@ -1,0 +1,104 @@
+"""Prefix caching on disk: a text that begins as an earlier one did is read from where they part.
+
+At fixed places of a text, its boundaries, the model's state is kept: what it grew by since the boundary
+before as a page, everything else as its tip. Both are named by a chain of hashes over the token ids up to the
+boundary. Where a method's state only grows (full attention), its pages are the state and a tip weighs
+nothing; where it is bounded (attention sinks), tips are the state, there are no pages, and most tips are
+thinned out.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from longchat_cli import state
+from longchat_cli.attention.layer import Cache
+from longchat_cli.pages import Store, digest
+
+HEAVY = 1 / 8
+"""A tip that weighs more than this share of its page is thinned out ..."""
+KEPT = 16
+"""... to every KEPT-th boundary, the last one and the text's end."""
+
+
+class Prefix:
+    """The boundaries of one text: after every `page` tokens, and its end.
+
+    `identity` is everything but the tokens that decides a state, as JSON values.
+    """
+
+    def __init__(
+        self, store: Store, identity: Mapping[str, Any], ids: Sequence[int], page: int, device: torch.device
+    ) -> None:
+        self.store, self.device = store, device
+        self.ends = [*range(page, len(ids), page), len(ids)]
+        self._names: list[str] = []
+        name = digest("", state.FORMAT, dict(identity))
+        for begin, end in zip([0, *self.ends], self.ends, strict=False):
+            name = digest(name, array.array("I", ids[begin:end]).tobytes())
+            self._names.append(name)
+        self._paths: frozenset[str] = frozenset()
+
+    def advance(self, cache: Cache, at: int) -> int:
+        """Bring `cache`, at boundary number `at` (0: empty), as far as what is kept allows; the new number.
+
+        A damaged or missing page ends the way there; it goes on once that page has been read anew, since the
+        same steps give the same bits.
+        """
+        limit = len(self.ends)
+        for goal in range(limit, at, -1):
+            if goal > limit or (tip := self._tip(goal)) is None:
+                continue
+            skeleton, file = tip
+            pages: list[Any] = []
+            if skeleton["paths"]:
+                for number in range(at, goal):
+                    page = self.store.open(self._names[number], "pt")
+                    if page is None:
+                        limit = number
+                        break
+                    pages.append(page)
+            if goal > limit:
+                continue
+            try:
+                state.put_together(cache, skeleton, file, pages, self.device)
+            except state.DAMAGE as error:  # cannot be, but is not trusted
+                self.store.console.detail(f"a kept state is not used: {error}")
+                continue
+            self._paths = frozenset(skeleton["paths"])
+            return goal
+        return at
+
+    def keep(self, cache: Cache, before: Any, at: int) -> None:
+        """Keep the state at boundary `at` + 1; `before` is the snapshot at boundary `at`."""
+        if self.store.stopped:
+            return
+        parts = state.take_apart(cache, before, self._paths)
+        self._paths = parts.paths
+        name = self._names[at]
+        if parts.grew and self.store.find(name) is None:
+            self.store.put(name, state.writer(parts.grew))
+        told = json.dumps({**parts.skeleton, "paths": sorted(parts.paths)})
+        self.store.put(_tip(name), state.writer(parts.whole), {"longchat": told})
+        if at and at % KEPT and at + 1 < len(self.ends) and _heavy(parts, told):
+            self.store.discard(_tip(self._names[at - 1]))
+
+    def _tip(self, number: int) -> tuple[dict[str, Any], Any] | None:
+        name = _tip(self._names[number - 1])
+        if not self.store.has(name) or (file := self.store.open(name, "pt")) is None:
+            return None
+        return json.loads(file.metadata()["longchat"]), file
+
+
+def _tip(name: str) -> str:
+    return f"{name}-tip"
+
+
+def _heavy(parts: state.Parts, told: str) -> bool:
+    weight = len(told) + sum(x.nbytes for x in parts.whole.values())
+    return weight > HEAVY * sum(x.nbytes for x in parts.grew.values())
