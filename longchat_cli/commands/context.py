@@ -94,7 +94,8 @@ def engine_opener(settings: dict[str, Any], console: Console) -> Open:
             console.detail(note)
         if engine.static is not None:
             console.detail(f"decoding: {engine.static.about}")
-        click.get_current_context().call_on_close(lambda: console.detail(_kernels_served()))
+        if console.verbose:
+            click.get_current_context().call_on_close(lambda: console.detail(_kernels_served()))
         loaded.append(engine)
         return engine
 
