@@ -69,6 +69,7 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 TINY = ["--model", "tiny", "--max-tokens", "4"]
+MEASURE = ["methods", "--measure", "--columns", "needle", "--length", "200", *TINY]
 TABLE: list[tuple[list[str], int, str]] = [
     (["ask", "mising.txt", "q"], 66, "mising.txt does not exist"),
     (["ask", "", "q"], 66, "a document's name is empty; name a file, a folder or -"),
@@ -126,6 +127,12 @@ TABLE: list[tuple[list[str], int, str]] = [
     (["methods", "--measure", "--columns", "needle@"], 2, "there is no column 'needle@'"),
     (["methods", "--measure", "--columns", "needle:"], 2, "there is no column 'needle:'"),
     (["methods", "--measure", "--methods", "sink zork=1"], 2, "--zork is not an option of this method"),
+    ([*MEASURE, "--output", "/dev/zero"], 73, "cannot use /dev/zero: it is no regular file"),
+    ([*MEASURE, "--output", ""], 73, "cannot use .: it is no regular file"),
+    (["methods", "sink", "--measure"], 2, "--measure takes no name beside it: sink; say --methods sink"),
+    (["methods", "--columns", "needle"], 2, "--columns belongs to --measure"),
+    (["methods", "--methods", "sink"], 2, "--methods belongs to --measure"),
+    (["methods", ""], 2, "no method ''; choose from"),
     (["methods", "--measure", "--methods", "sink window=0"], 2, "--window is 0: it must be at least 1"),
 ]
 

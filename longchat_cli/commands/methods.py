@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.commands.context import current_console, engine_opener
 from longchat_cli.commands.framework import command
 from longchat_cli.commands.options import MODEL, Size, complete_files, complete_methods, model_options, take
+from longchat_cli.errors import UsageError
 
 
 @command("methods")
@@ -54,9 +56,12 @@ def methods(name: str | None, as_json: bool, measure: bool, **params: Any) -> No
     attention's, and questions answered.
     """
     if measure:
+        if name is not None:
+            raise UsageError(f"--measure takes no name beside it: {name}", "", f"say --methods {name}")
         _measure(params, as_json)
         return
-    classes = {key: method_class(key) for key in ([name] if name else METHODS)}
+    _require_no_measuring(click.get_current_context())
+    classes = {key: method_class(key) for key in (METHODS if name is None else [name])}
     rows = {key: _about(cls) for key, cls in classes.items()}
     if as_json:
         click.echo(json.dumps(rows, ensure_ascii=False, indent=2))
@@ -70,6 +75,14 @@ def methods(name: str | None, as_json: bool, measure: bool, **params: Any) -> No
                 click.echo(f"  --{option['name'].replace('_', '-')}  {option['help']} [{option['default']}]")
 
 
+def _require_no_measuring(context: click.Context) -> None:
+    """Refuse options on the command line that only measuring has."""
+    for param in context.command.params:
+        given = context.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+        if given and param.name in context.params and param.name not in ("name", "as_json", "measure"):
+            raise UsageError(f"{param.opts[0]} belongs to --measure", "", "add it, or leave this out")
+
+
 def _measure(params: dict[str, Any], as_json: bool) -> None:
     from pathlib import Path
 
@@ -79,12 +92,12 @@ def _measure(params: dict[str, Any], as_json: bool) -> None:
     chosen = params["chosen"]
     plan = measuring.Plan(
         methods=tuple(METHODS) if chosen is None else measuring.names(chosen),
-        columns=measuring.names(params["columns"]) if params["columns"] else measuring.COLUMNS,
+        columns=measuring.COLUMNS if params["columns"] is None else measuring.names(params["columns"]),
         budget=measuring.share(params["budget"]),
         data=tuple(map(Path, params["data"])),
         **take(params, ("length", "stream", "n", "seed", "max_tokens")),
     )
-    output = Path(params["output"]) if params["output"] else None
+    output = None if params["output"] is None else Path(params["output"])
     result = measuring.measure(engine_opener(take(params, MODEL), console), plan, output, console)
     click.echo(json.dumps(result, ensure_ascii=False, indent=2) if as_json else measuring.show(result))
 

@@ -46,6 +46,8 @@ class Journal:
         assert self._path is not None
         if not self._path.exists():
             return []
+        if not self._path.is_file():  # reading a device may never end
+            raise CannotCreate(f"cannot use {self._path}", "it is no regular file")
         text = self._guarded(lambda path: path.read_text(encoding="utf-8"))
         *whole, rest = text.split("\n")  # what no newline ends is half a row
         try:
