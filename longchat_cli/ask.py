@@ -16,6 +16,7 @@ from longchat_cli import attention, whole
 from longchat_cli.documents import Collection, Document, is_remote
 from longchat_cli.engine import Engine, Progress
 from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageError
+from longchat_cli.pages import Store
 from longchat_cli.prompt import Message, Prompt, Text
 from longchat_cli.sampling import Sampling
 from longchat_cli.sources import Range, Sources, place, tokens_read
@@ -45,7 +46,10 @@ class Found(Protocol):
 
 
 class Finder(Protocol):
-    """Ranks passages of the documents it was made for."""
+    """Ranks passages of the documents it was made for, `reused` tokens of which were indexed before."""
+
+    @property
+    def reused(self) -> int: ...
 
     def find(self, question: str, budget: int) -> Sequence[Any]:
         """The passages (`Found`) to read, in reading order, `budget` tokens at most."""
@@ -61,7 +65,8 @@ class Request:
     """What to ask and how. `method` 'auto' is `full` where everything fits the window, else `recall`.
 
     `cite`: look every answer up in the documents. `mode`, for texts longer than the window: `find` passages,
-    read the `whole` in parts, or `auto`, by the question.
+    read the `whole` in parts, or `auto`, by the question. `store`: where what reading leaves behind is kept.
+    No question at all: the documents are read for later ones.
     """
 
     questions: tuple[str, ...]
@@ -72,6 +77,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     cite: bool = False
     mode: str = "find"
+    store: Store | None = None
 
     def opened(self) -> tuple[str, Mapping[str, Any]]:
         """The method that reads and its options. With `auto` they are recall's, of which full has some."""
@@ -126,15 +132,16 @@ class Answer:
             before = f", {kept} of them noted before" if kept else ""
             count = f"{len(self.notes)} of {self.coverage['parts']} parts{before}"
             return f"whole: read {read:,} of {total:,} tokens, {count}"
+        reused = self.usage["reused_tokens"]
         if self.method == "recall":
             places = ", ".join(map(place, self.passages)) or "nothing"
             count = f"{len(self.passages)} passage{'s' if len(self.passages) != 1 else ''}"
-            return f"recall: retrieved {count}, {read:,} of {total:,} tokens, all visible: {places}"
+            again = f"; reused {reused:,} of {total:,} tokens" if reused else ""
+            return f"recall: retrieved {count}, {read:,} of {total:,} tokens, all visible: {places}{again}"
         forgotten = self.coverage["forgotten"]
         visible = self.coverage["visible"]
         seen = f"{visible:,} visible, {forgotten:,} forgotten" if forgotten else "all visible"
-        reused = self.usage["reused_tokens"]
-        again = f", reused {reused:,} of {self.usage['prompt_tokens']:,}" if reused else ""
+        again = f", reused {reused:,} of {self.usage['prompt_tokens']:,} tokens" if reused else ""
         return f"{self.method}: read {read:,} of {total:,} tokens of {_names(self.documents)}, {seen}{again}"
 
 
@@ -227,18 +234,19 @@ def ask(
     if method != "recall":
         yield from session.answer_from_everything(method)
         return
-    finder = None
+    finder = None if request.questions else make_finder(engine, documents, request.options)
     for question in request.questions:
         kind = session.about_the_whole(question)
         if kind:
             yield session.answer_from_all_parts(question, kind)
             continue
-        build = time.perf_counter()
+        build, reused = time.perf_counter(), session.total
         if finder is None:
             if session.total > MANY:
                 console.notice(f"indexing {session.total:,} tokens")
             finder = make_finder(engine, documents, request.options)
-        yield session.answer_from_passages(finder, question, time.perf_counter() - build)
+            reused = min(finder.reused, session.total)
+        yield session.answer_from_passages(finder, question, time.perf_counter() - build, reused)
 
 
 @dataclass(frozen=True)
@@ -311,6 +319,7 @@ class _Session:
         self.weigh, self.sources = weigh, Sources(documents)
         self.warned = False
         self.total = sum(engine.count(_body(document)) for document in documents)
+        self.store = request.store and request.store.of(self.total, model=engine.info.model)
         self.room = engine.info.window - request.sampling.max_tokens
         """Tokens a prompt may have so that the answer fits the trained window too."""
 
@@ -355,8 +364,9 @@ class _Session:
         """The documents are in the prompt: one prefill of what the questions share, then each question."""
         prompts = [self._prompt(self.documents, question) for question in self.request.questions]
         # Read up to the question for a single one too: the same chunks, so the same answer, however many.
-        shared = len(opening(self.engine, self.request.system, self.documents))
-        reading = self._read(prompts[0].ids[:shared], method)
+        begin = opening(self.engine, self.request.system, self.documents)
+        shared = len(begin)
+        reading, reused = self._read_first(begin, method)
         mark = self.engine.snapshot()
         for index, (question, prompt) in enumerate(zip(self.request.questions, prompts, strict=True)):
             if self.show:
@@ -367,11 +377,11 @@ class _Session:
                 mark = None  # it would hold what the method gives up while it answers
             reading += self._read(prompt.ids[shared:], method)
             yield self._generate(
-                question, prompt, method, reused=shared if index else 0, timings={"prefill_s": reading}
+                question, prompt, method, reused=shared if index else reused, timings={"prefill_s": reading}
             )
             reading = 0.0
 
-    def answer_from_passages(self, finder: Finder, question: str, build: float) -> Answer:
+    def answer_from_passages(self, finder: Finder, question: str, build: float, reused: int) -> Answer:
         """Find passages, read them alone inside the window, answer."""
         start = time.perf_counter()
         budget = max(self.room - len(self._prompt([], question)) - AROUND, 1)
@@ -382,7 +392,7 @@ class _Session:
             self.show(self.engine, prompt)
         self.engine.reset()
         timings["prefill_s"] = self._read(prompt.ids, "recall")
-        return self._generate(question, prompt, "recall", reused=0, timings=timings, found=found)
+        return self._generate(question, prompt, "recall", reused=reused, timings=timings, found=found)
 
     def about_the_whole(self, question: str) -> whole.Kind | None:
         """How `question` is to be answered from all parts; None: from passages."""
@@ -399,7 +409,8 @@ class _Session:
         self.console.notice(
             f"reading all {self.total:,} tokens in {len(cut)} parts; Ctrl-C: answer from those read so far"
         )
-        notes = whole.Notes.of(self.engine.info.fingerprint, self.request.system or "", asked)
+        place = whole.notes_dir() if self.store else None
+        notes = whole.Notes(place, self.engine.info.fingerprint, self.request.system or "", asked)
         with self.interrupts.catching(), self.console.progress("reading") as bar:
             made = whole.read_all(self.documents, cut, question, kind, self._say, notes, bar)
         if self.interrupts.leave or not made:
@@ -408,9 +419,10 @@ class _Session:
             self.console.warn(f"stopped after {len(made)} of {len(cut)} parts; ask again to go on from there")
         said = whole.useful(made)
         if kind == "list":
-            text = (
-                "\n".join(f"- {entry['item']}" for entry in whole.items(said, self.documents)) or whole.EMPTY
-            )
+            items, strange = whole.items(said, self.documents)
+            if strange:
+                self.console.notice(f"left out {strange} items that the text does not have")
+            text = "\n".join(f"- {item}" for item in items) or whole.EMPTY
             self.emit(text)
             answer = self._answer(question, Prompt(), "whole", 0, {}, _Said(text, [], "eos"))
         else:
@@ -465,7 +477,8 @@ class _Session:
         """Tokens of the longest prompt; a text that cannot fit is not encoded a second time."""
         if self.total > self.engine.info.window:
             return self.total
-        return max(len(self._prompt(self.documents, question)) for question in self.request.questions)
+        questions = self.request.questions or ("",)
+        return max(len(self._prompt(self.documents, question)) for question in questions)
 
     def _limits(self) -> str:
         info = self.engine.info
@@ -485,6 +498,19 @@ class _Session:
         if done < len(ids):
             raise KeyboardInterrupt
         return time.perf_counter() - start
+
+    def _read_first(self, ids: Sequence[int], method: str) -> tuple[float, int]:
+        """As `_read`, into an empty state, through what is kept: (seconds, tokens that were)."""
+        if self.store is None:
+            return self._read(ids, method), 0
+        start = time.perf_counter()
+        self.store.about["method"] = method
+        with self.console.progress("reading") as bar:
+            watch, cancel = self._watch(bar, method), self.interrupts.stopped
+            done, reused = self.engine.read(ids, self.store, watch, cancel)
+        if done < len(ids):
+            raise KeyboardInterrupt
+        return time.perf_counter() - start, reused
 
     def _watch(self, bar: Progress | None, method: str) -> Progress | None:
         """Progress that warns, once and as soon as it is known, that the method forgets what it reads."""
@@ -603,6 +629,7 @@ class PlannedFinder:
 
     def __init__(self, finder: Any, plan: Any, by: Any) -> None:
         self._finder, self._plan, self._by = finder, plan, by
+        self.reused: int = finder.reused
 
     def find(self, question: str, budget: int) -> Sequence[Any]:
         return self._finder.read(question, budget, self._plan, self._by)
@@ -613,10 +640,15 @@ class PlannedFinder:
 
 
 def local_finder(
-    engine: Any, documents: Sequence[Document], options: Mapping[str, Any], console: Console
+    engine: Any,
+    documents: Sequence[Document],
+    options: Mapping[str, Any],
+    console: Console,
+    store: Store | None = None,
 ) -> PlannedFinder:
     """The search index of `recall` over an engine in this process, with the method's options.
 
+    What it is made of is kept in `store`.
     The sentence encoder is pulled when it is not here; where it cannot be had, `fused` goes by words alone
     and says so.
     """
@@ -636,9 +668,9 @@ def local_finder(
                 raise
             console.warn(f"finding by words alone, questions in other words will miss: {error}")
     if chosen.find == "attention":
-        heads = _attention_index(engine, documents, console)
+        heads = _attention_index(engine, documents, console, store)
     with console.progress("indexing") as bar:
-        ranker = Ranker(documents, engine.tokenizer, encoder, heads, progress=bar)
+        ranker = Ranker(documents, engine.tokenizer, encoder, heads, store, bar)
     default = ReadingPlan()
     plan = ReadingPlan(
         chosen.passages or default.passages,
@@ -648,11 +680,15 @@ def local_finder(
     return PlannedFinder(ranker, plan, chosen.find)
 
 
-def _attention_index(engine: Any, documents: Sequence[Document], console: Console) -> Any:
+def _attention_index(
+    engine: Any, documents: Sequence[Document], console: Console, store: Store | None
+) -> Any:
     """Keys of the model's retrieval heads over the documents."""
     from longchat_cli.recall.heads import AttentionIndex, retrieval_heads
 
     heads = retrieval_heads(engine.decoder, engine.tokenizer.encode, engine.info.fingerprint)
     ids = [id for document in documents for id in engine.tokenizer.encode(document.text)]
+    store = store and store.of(len(ids), method="recall")
+    identity = f"{engine.info.fingerprint} {engine.info.dtype} {engine.info.device}"
     with console.progress("reading") as bar:
-        return AttentionIndex.read(engine.decoder, ids, heads, bar)
+        return AttentionIndex.read(engine.decoder, ids, heads, bar, store, identity)

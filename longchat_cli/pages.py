@@ -143,8 +143,9 @@ class Entry:
 
 
 class Store:
-    """The pages in `root`, `budget` bytes at most. `about` tells people what the pages written are of.
+    """The pages in `root`, `budget` bytes at most, of texts of `least` tokens or more.
 
+    `about` tells people what the pages written are of.
     A page cannot be kept on a full or read-only disk: that is said once, and reading goes on without.
     """
 
@@ -154,9 +155,11 @@ class Store:
         budget: int = BUDGET,
         console: Console | None = None,
         about: Mapping[str, Any] | None = None,
+        least: int = 0,
     ) -> None:
         self.root = root or cache_dir() / "pages"
-        self.budget, self.console, self.about = budget, console or Console(quiet=True), dict(about or {})
+        self.budget, self.console, self.least = budget, console or Console(quiet=True), least
+        self.about = dict(about or {})
         self.written = 0
         """Bytes written by this object."""
         self._mine: dict[str, None] = {}  # pages of this reading: not pruned for its own sake
@@ -164,6 +167,11 @@ class Store:
         self._total: int | None = None
         self.stopped = False
         """Nothing more is kept."""
+
+    def of(self, tokens: int, **about: Any) -> Store | None:
+        """This store for a text of so many tokens, told more about it; None where that is not kept."""
+        self.about |= {"tokens": tokens, **about}
+        return self if tokens >= self.least else None
 
     def path(self, key: str) -> Path:
         return self.root / (key + _ENDING)

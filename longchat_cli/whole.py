@@ -12,10 +12,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from longchat_cli.citations import Checker
 from longchat_cli.config import cache_dir, private
 from longchat_cli.documents import Document
 from longchat_cli.prompt import Text
@@ -140,11 +141,6 @@ class Notes:
                     row = json.loads(line)
                     self._held[row["part"]] = row["note"]
 
-    @classmethod
-    def of(cls, *identity: str) -> Notes:
-        """In the cache directory."""
-        return cls(private(cache_dir() / "notes"), *identity)
-
     def get(self, text: str) -> str | None:
         """The note on a part with this text."""
         return self._held.get(_digest(text))
@@ -157,6 +153,11 @@ class Notes:
             with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
                 self._path.chmod(0o600)
                 file.write(row + "\n")
+
+
+def notes_dir() -> Path:
+    """Where notes are kept, in the cache directory."""
+    return private(cache_dir() / "notes")
 
 
 def _digest(text: str) -> str:
@@ -233,20 +234,27 @@ def final(question: str, kind: Kind) -> str:
     return _REDUCE[kind].format(question=question)
 
 
-def items(notes: Sequence[Note], documents: Sequence[Document]) -> list[dict[str, Any]]:
-    """The different items of all lists, in order, each with the places of the parts that have it.
+def items(notes: Sequence[Note], documents: Sequence[Document]) -> tuple[list[str], int]:
+    """The different items of all lists, in order, and how many were left out: those their part does not have.
 
     Joined without the model: nothing is lost and nothing is added.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, str] = {}
+    strange = set()
     for note in notes:
-        where = asdict(documents[note.part.document].locate(note.part.begin, note.part.end))
+        part = Checker([_alone(note.part, documents)])
         for line in note.text.splitlines():
             item = re.sub(r"^\s*(?:[-*•+]|\(?\d{1,3}[.)])\s*", "", line).strip().rstrip(".,;")
-            if item and not NOTHING.fullmatch(item):
-                entry = found.setdefault(
-                    re.sub(r"\W+", " ", item.casefold()).strip(), {"item": item, "places": []}
-                )
-                if where not in entry["places"]:
-                    entry["places"].append(where)
-    return list(found.values())
+            same = re.sub(r"\W+", " ", item.casefold()).strip()
+            if not same or NOTHING.fullmatch(item):
+                continue
+            if all(citation.verdict != "not found" for citation in part.check(item)):
+                found.setdefault(same, item)
+            else:
+                strange.add(same)
+    return list(found.values()), len(strange - found.keys())
+
+
+def _alone(part: Part, documents: Sequence[Document]) -> Document:
+    document = documents[part.document]
+    return Document(document.name, document.text[part.begin : part.end])

@@ -39,6 +39,7 @@ class FixedFinder:
 
     def __init__(self, spot: Spot) -> None:
         self.spot = spot
+        self.reused = 0
         self.budgets: list[int] = []
 
     def find(self, question: str, budget: int) -> Sequence[Spot]:

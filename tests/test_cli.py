@@ -167,7 +167,7 @@ def test_method_help_shows_the_methods_options(run: Callable[..., Result]) -> No
     for arguments in (["--method", "sink", "--help"], ["--help", "--method=sink"], ["-msink", "--help"]):
         assert "--sinks" in run("ask", *arguments).out
     shown = run("ask", "--method", "sink", "--help").out
-    assert "--no-" not in shown.replace("--no-cite", "")
+    assert "--no-" not in shown.replace("--no-cite", "").replace("--no-cache", "")
 
 
 def test_every_method_can_be_asked_for_help(run: Callable[..., Result]) -> None:
@@ -501,8 +501,8 @@ def test_default_model_end_to_end(default_model_dir: Path, book: Path) -> None:
         done = subprocess.run(command, stdin=text, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "4152637" in done.stdout
-    warning, line = done.stderr.splitlines()  # the sentence encoder may not be pulled
-    assert "finding by words alone" in warning
+    *warnings, line = done.stderr.splitlines()
+    assert all("finding by words alone" in warning for warning in warnings)  # where no encoder is pulled
     assert line.startswith("recall: retrieved 1 passage")
     assert "stdin:" in line
 

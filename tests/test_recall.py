@@ -288,6 +288,7 @@ class OneTokenHeads:
     def __init__(self, token: int, tokens: int) -> None:
         self.attention = np.zeros(tokens, dtype=np.float32)
         self.attention[token] = 0.8
+        self.reused = tokens
 
     def scores(self, question_ids: list[int]) -> np.ndarray:
         assert question_ids

@@ -13,6 +13,7 @@ from longchat_cli.commands.context import (
     current_console,
     engine_opener,
     finder_maker,
+    page_store,
     read,
     reading,
     require_all,
@@ -22,6 +23,7 @@ from longchat_cli.commands.options import (
     MODEL,
     SAMPLERS,
     Name,
+    cache_options,
     complete_files,
     model_options,
     reading_options,
@@ -85,6 +87,7 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
 @click.option("--quote", is_flag=True, help="Print the best matching passages themselves, no answer.")
 @click.option("--show-prompt", is_flag=True, help="Print the prompt on stderr, control tokens marked.")
 @reading_options
+@cache_options
 @model_options
 @sampling_options(temperature=0.0, top_p=1.0, max_tokens=256)
 def ask(
@@ -121,6 +124,7 @@ def ask(
         sampling,
         cite,
         params["mode"],
+        page_store(params, names, console),
     )
     collection = read(names, console, reading(params))
     require_all(collection, params["strict"])
@@ -155,8 +159,9 @@ def _answer_all(
     answers = []
     with open_output(output) as out:
         emit = (lambda text: None) if as_json else out.write
+        finders = finder_maker(console, request.store)
         for answer in asking.ask(
-            opener, finder_maker(console), collection, request, emit, console, interrupts, show, _weigh
+            opener, finders, collection, request, emit, console, interrupts, show, _weigh
         ):
             answers.append(answer)
             if as_json:
@@ -190,7 +195,8 @@ def _quote_all(
     from longchat_cli.ask import quote
 
     with open_output(output) as out:
-        for index, quotes in enumerate(quote(opener, finder_maker(console), collection.documents, request)):
+        finders = finder_maker(console, request.store)
+        for index, quotes in enumerate(quote(opener, finders, collection.documents, request)):
             if as_json:
                 out.write(json.dumps(quotes.as_json(), ensure_ascii=False) + "\n")
             else:

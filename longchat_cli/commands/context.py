@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from longchat_cli.terminal import Console
 if TYPE_CHECKING:
     from longchat_cli.ask import MakeFinder, Open
     from longchat_cli.documents import Collection, Options
+    from longchat_cli.pages import Store
 
 MOST = 5
 """Notices of one kind that are shown before the rest is counted."""
@@ -109,11 +111,23 @@ def _kernels_served() -> str:
     return f"attention calls served by: {calls or 'no kernel'}"
 
 
-def finder_maker(console: Console) -> MakeFinder:
-    """Finds passages with the engine that reads them."""
+def page_store(params: dict[str, Any], names: Sequence[str], console: Console) -> Store | None:
+    """Where what reading leaves behind is kept; None where it is not."""
+    from longchat_cli.pages import SMALL, Store
+
+    wanted = params["cache"]
+    if wanted is False or (wanted is None and "-" in names):
+        return None
+    shown = [name if "://" in name else os.path.abspath(name) for name in names]  # noqa: PTH100
+    about = {"documents": shown}
+    return Store(budget=params["cache_size"], console=console, about=about, least=0 if wanted else SMALL)
+
+
+def finder_maker(console: Console, store: Store | None) -> MakeFinder:
+    """Finds passages with the engine that reads them; indexes are kept in `store`."""
     from longchat_cli import ask as asking
 
     def make(engine: Any, documents: Any, options: Any) -> Any:
-        return asking.local_finder(engine, documents, options, console)
+        return asking.local_finder(engine, documents, options, console, store)
 
     return make

@@ -156,6 +156,21 @@ reading_options = _stack(
     ),
     click.option("--strict", is_flag=True, help="Exit 4 when anything had to be skipped."),
 )
+cache_options = _stack(
+    click.option(
+        "--cache/--no-cache",
+        default=None,
+        help="Keep what reading leaves behind, of standard input and short texts, too; or keep and use "
+        "nothing. [default: kept of documents of 2,000 tokens or more]",
+    ),
+    click.option(
+        "--cache-size",
+        type=Size(),
+        default=10 << 30,
+        show_default="10GiB",
+        help="Most that is kept, of all texts.",
+    ),
+)
 SAMPLERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
 MODEL = ("model", "device", "dtype", "quantize", "kernel", "compile")
 

@@ -47,7 +47,9 @@ class OffsetTokenizer(Protocol):
 
 
 class HeadsIndex(Protocol):
-    """Keys of the decoder's retrieval heads over the documents, one after the other."""
+    """Keys of the decoder's retrieval heads over the documents, `reused` tokens of which were kept."""
+
+    reused: int
 
     def scores(self, question_ids: Sequence[int]) -> np.ndarray:
         """How much the heads attend to each token of the documents, 0 to 1, float32 [tokens]."""
@@ -90,9 +92,11 @@ class Finder:
         self.reused = 0
         if encoder:
             sizes = np.concatenate([_NOTHING, *(outline.sizes() for outline in self.outlines)])
+            store = store and store.of(int(sizes.sum()), method="recall")
             vectors, self.reused = sentence_vectors(encoder, sentences, sizes, store, progress)
             self.scorers["semantic"] = Semantic(encoder, vectors)
         if heads:
+            self.reused = heads.reused
             self.scorers["attention"] = _Attention(heads, tokenizer, self.outlines)
 
     def rank(self, question: str, k: int = 8, by: Find = "fused") -> list[Passage]:

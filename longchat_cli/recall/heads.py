@@ -24,13 +24,17 @@ from longchat_cli.config import cache_dir, private
 from longchat_cli.errors import StorageError
 from longchat_cli.kernels import Span
 from longchat_cli.models.files import read_json, write_json
+from longchat_cli.pages import Store, digest
 from longchat_cli.prose import prose
 from longchat_cli.recall.passages import split_sentences
+from longchat_cli.state import writer
 
 WINDOW = 1024
 """Tokens of one reading window."""
 LEAD = 64
 """Tokens read again ahead of each window: they take the attention sink and give context."""
+VERSION = 1
+"""Of how windows are read, and of what is kept of them."""
 DISTANCE = 64
 """Positions between a question's queries and every key."""
 
@@ -94,11 +98,15 @@ class TapLayer(FullLayer):
 class KeyIndex:
     """int8 keys of some heads over a document: `keys` [KV heads chosen, tokens, dim], `scales` [.., tokens].
 
-    `heads` are the query heads that search; `rows` says which row of `keys` each of them reads.
+    `heads` are the query heads that search; `rows` says which row of `keys` each of them reads; `reused`
+    tokens were not read again.
     """
 
-    def __init__(self, heads: Sequence[Head], rows: Sequence[int], keys: Tensor, scales: Tensor) -> None:
+    def __init__(
+        self, heads: Sequence[Head], rows: Sequence[int], keys: Tensor, scales: Tensor, reused: int = 0
+    ) -> None:
         self.heads, self.rows, self.keys, self.scales = list(heads), list(rows), keys, scales
+        self.reused = reused
 
     @property
     def bytes(self) -> int:
@@ -118,28 +126,53 @@ class KeyIndex:
 
 
 def read_keys(
-    decoder: Reader, ids: Sequence[int], heads: Sequence[Head], group: int, progress: Progress | None = None
+    decoder: Reader,
+    ids: Sequence[int],
+    heads: Sequence[Head],
+    group: int,
+    progress: Progress | None = None,
+    store: Store | None = None,
+    identity: str = "",
 ) -> KeyIndex:
     """Read token `ids` in windows of `WINDOW` and keep the keys that `heads` need.
 
-    `group` is the number of query heads per KV head.
+    `group` is the number of query heads per KV head. A window in `store` is not read again; `identity` names
+    what beside heads and tokens decides its keys.
     """
     wanted = sorted({(head.layer, head.head // group) for head in heads})
     rows = [wanted.index((head.layer, head.head // group)) for head in heads]
-    depth = max(head.layer for head in heads) + 1
-    keys, scales = [], []
+    keys, scales, reused = [], [], 0
     for start in range(0, len(ids), WINDOW):
-        cache = decoder.new_cache(Tap())
         lead = ids[max(start - LEAD, 0) : start] or ids[:LEAD]
-        decoder.read(torch.tensor([*lead, *ids[start : start + WINDOW]]), cache, depth)
-        found = torch.stack([_tap(cache, layer).unrotated_keys()[kv, len(lead) :] for layer, kv in wanted])
-        found = found.float()
-        scale = found.abs().amax(dim=-1).clamp(min=1e-8) / 127
-        keys.append((found / scale.unsqueeze(-1)).round().to(torch.int8))
-        scales.append(scale)
+        window = ids[start : start + WINDOW]
+        name = digest(identity, VERSION, wanted, list(lead), list(window)) if store else ""
+        page = store.open(name, "pt") if store else None
+        if page is not None:
+            found = {part: page.get_tensor(part).clone() for part in ("keys", "scales")}
+            reused += len(window)
+        else:
+            found = _read_window(decoder, lead, window, wanted)
+            if store:
+                store.put(name, writer(found))
+        keys.append(found["keys"])
+        scales.append(found["scales"])
         if progress:
-            progress(min(start + WINDOW, len(ids)), len(ids))
-    return KeyIndex(heads, rows, torch.cat(keys, dim=1), torch.cat(scales, dim=1))
+            progress(start + len(window), len(ids))
+    if store:
+        store.touch()
+    return KeyIndex(heads, rows, torch.cat(keys, dim=1), torch.cat(scales, dim=1), reused)
+
+
+def _read_window(
+    decoder: Reader, lead: Sequence[int], ids: Sequence[int], wanted: Sequence[tuple[int, int]]
+) -> dict[str, Tensor]:
+    """int8 keys and their scales of the KV heads `wanted` over `ids`, read behind `lead`."""
+    cache = decoder.new_cache(Tap())
+    decoder.read(torch.tensor([*lead, *ids]), cache, max(layer for layer, _ in wanted) + 1)
+    found = torch.stack([_tap(cache, layer).unrotated_keys()[kv, len(lead) :] for layer, kv in wanted])
+    found = found.float()
+    scales = found.abs().amax(dim=-1).clamp(min=1e-8) / 127
+    return {"keys": (found / scales.unsqueeze(-1)).round().to(torch.int8), "scales": scales}
 
 
 def search_queries(decoder: Reader, ids: Sequence[int], heads: Sequence[Head]) -> Tensor:
@@ -183,14 +216,20 @@ class AttentionIndex:
     """A document's key index with the decoder that searches it: `scores` is what the finder asks for."""
 
     def __init__(self, decoder: Reader, keys: KeyIndex) -> None:
-        self.decoder, self.keys = decoder, keys
+        self.decoder, self.keys, self.reused = decoder, keys, keys.reused
 
     @classmethod
     def read(
-        cls, decoder: Reader, ids: Sequence[int], heads: Sequence[Head], progress: Progress | None = None
+        cls,
+        decoder: Reader,
+        ids: Sequence[int],
+        heads: Sequence[Head],
+        progress: Progress | None = None,
+        store: Store | None = None,
+        identity: str = "",
     ) -> AttentionIndex:
-        """Read a document's token `ids` once."""
-        return cls(decoder, read_keys(decoder, ids, heads, group_size(decoder), progress))
+        """Read a document's token `ids` once, as `read_keys` does."""
+        return cls(decoder, read_keys(decoder, ids, heads, group_size(decoder), progress, store, identity))
 
     def scores(self, question_ids: Sequence[int]) -> np.ndarray:
         """How much the question looks at each token, 0 to 1: the mean over KV heads, float32 [tokens]."""

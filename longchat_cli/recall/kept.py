@@ -75,6 +75,8 @@ def sentence_vectors(
         done += size
         if progress:
             progress(done, total)
+    if store:
+        store.touch()
     return vectors, reused
 
 
