@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longchat_cli.errors import UsageError
-from longchat_cli.kernels import flash, launch, reference, sdpa
+from longchat_cli.kernels import flash, launch, native, reference, sdpa
 from longchat_cli.kernels.span import Bound, Observe, Rotation, Span
 
 __all__ = ["Bound", "Observe", "Rotation", "Span", "attend", "force", "report", "served"]
@@ -44,10 +44,13 @@ def _triton(module: str) -> Kernel:
     )
 
 
+_NATIVE = "longchat's own library, for decoding on a CPU"
+
 KERNELS = (
     Kernel(
         "flash", flash.accepts, flash.attend, flash.missing, "flash-attn, for plain full attention on a GPU"
     ),
+    Kernel("native", native.accepts_few, native.attend, native.missing, _NATIVE),
     _triton("triton_decode"),
     _triton("triton_prefill"),
     Kernel(
@@ -57,6 +60,7 @@ KERNELS = (
         sdpa.missing,
         "torch's fused CPU attention, one log-sum-exp merge over spans",
     ),
+    Kernel("native", native.accepts, native.attend, native.missing, _NATIVE),
     Kernel(
         "reference",
         lambda *inputs: None,

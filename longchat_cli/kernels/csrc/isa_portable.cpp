@@ -1,0 +1,15 @@
+// The kernels in portable instructions.
+#include <stdlib.h>
+
+#include "isa.h"
+#include "threads.h"
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+#include "kernels.inl"
+
+#include "attention.inl"
+
+namespace longchat {
+const Isa kPortable = {linear, enter, leave, attend, add_norm, rotate, gated};
+}

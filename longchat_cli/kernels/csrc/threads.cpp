@@ -1,0 +1,97 @@
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <mutex>
+#include <thread>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#define LONGCHAT_PAUSE() _mm_pause()
+#else
+#define LONGCHAT_PAUSE() std::this_thread::yield()
+#endif
+
+namespace longchat {
+namespace {
+
+// Long enough for the interpreter's share of a decode step, short enough to leave the core to others.
+constexpr int kSpins = 2000;
+constexpr int kYields = 200;
+
+struct Call {
+  Work work;
+  void* context;
+  Team* team;
+};
+
+struct Pool {
+  std::mutex one_call;
+  std::atomic<uint32_t> epoch{0};
+  std::atomic<int> running{0};
+  Call call{};
+  int workers = 0;
+};
+
+Pool* pool = new Pool;
+
+template <typename Done>
+void wait_until(Done done) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (done()) return;
+    LONGCHAT_PAUSE();
+  }
+  while (!done()) sched_yield();
+}
+
+void work_loop(Pool* mine, int thread, uint32_t seen) {
+  for (;;) {
+    auto called = [&] { return mine->epoch.load(std::memory_order_acquire) != seen; };
+    for (int i = 0; i < kSpins && !called(); ++i) LONGCHAT_PAUSE();
+    for (int i = 0; i < kYields && !called(); ++i) sched_yield();
+    while (!called()) mine->epoch.wait(seen, std::memory_order_acquire);
+    seen = mine->epoch.load(std::memory_order_acquire);
+    const Call call = mine->call;
+    if (thread < call.team->size()) call.work(call.context, *call.team, thread);
+    mine->running.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+// A forked child has none of its parent's threads: it begins with a new pool.
+const int forked = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+
+}  // namespace
+
+void Team::barrier() {
+  if (size_ == 1) return;
+  const uint32_t round = round_.load(std::memory_order_acquire);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+    arrived_.store(0, std::memory_order_relaxed);
+    round_.store(round + 1, std::memory_order_release);
+    return;
+  }
+  wait_until([&] { return round_.load(std::memory_order_acquire) != round; });
+}
+
+void run(int threads, Work work, void* context) {
+  if (threads > kMaxThreads) threads = kMaxThreads;
+  Team team(threads < 1 ? 1 : threads);
+  if (team.size() == 1) {
+    work(context, team, 0);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(pool->one_call);
+  while (pool->workers < team.size() - 1) {
+    // A new worker waits for the next call: the last one's epoch it has seen.
+    std::thread(work_loop, pool, ++pool->workers, pool->epoch.load()).detach();
+  }
+  pool->call = {work, context, &team};
+  pool->running.store(pool->workers, std::memory_order_relaxed);
+  pool->epoch.fetch_add(1, std::memory_order_release);
+  pool->epoch.notify_all();
+  work(context, team, 0);
+  wait_until([&] { return pool->running.load(std::memory_order_acquire) == 0; });
+}
+
+}  // namespace longchat

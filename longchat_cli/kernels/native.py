@@ -1,0 +1,236 @@
+"""The CPU library of `csrc/`, through ctypes: decoding in few bits and attention of a few rows over spans.
+
+It is built when longchat is installed, if there is a C++ compiler; without it torch serves. The structures
+below are those of csrc/native.h, where every field is explained.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longchat_cli.kernels.packed import Packed
+from longchat_cli.kernels.span import Bound, Observe, Span
+
+ABI = 1
+"""Of native.h: a library built from another version of it is not used."""
+ROWS = 8
+"""Up to this many query rows the library is faster than torch's kernel."""
+WIDEST, MOST_SPANS = 512, 6
+_REDUCE = {"max": 1, "mean": 2, "sum": 3}
+
+
+class Linear(ctypes.Structure):
+    """LongchatLinear."""
+
+    _fields_ = [("codes", c_void_p)] + [
+        (name, c_int32) for name in ("rows", "cols", "bits", "group", "offset", "planes")
+    ]
+
+
+class Block(ctypes.Structure):
+    """LongchatBlock."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            "attention_norm",
+            "mlp_norm",
+            "q_norm",
+            "k_norm",
+            "after_attention",
+            "after_mlp",
+            "qkv_bias",
+            "o_bias",
+        )
+    ] + [("qkv", Linear * 3), ("o", Linear * 1), ("gate_up", Linear * 2), ("down", Linear * 1)]
+
+
+class Model(ctypes.Structure):
+    """LongchatModel."""
+
+    _fields_ = [
+        (name, c_int32) for name in ("heads", "kv_heads", "dim", "width", "hidden", "gelu", "threads")
+    ] + [("eps", c_float)]
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v")),
+        *((name, c_int64) for name in ("q_head", "q_row", "k_head", "k_key", "v_head", "v_key")),
+        *((name, c_void_p) for name in ("start", "stop", "index")),
+        *((name, c_int64) for name in ("listed", "index_group", "index_run")),
+        *((name, c_int32) for name in ("groups", "observe", "observe_rows", "observe_groups")),
+        ("keys", c_int64),
+        ("observed", c_void_p),
+    ]
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("spans", "sinks", "out")),
+        *((name, c_int64) for name in ("out_head", "out_row")),
+        *((name, c_int32) for name in ("n_spans", "heads", "rows", "dim", "threads")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    ]
+
+
+@functools.cache
+def load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    folder = Path(__file__).parent
+    files = [folder / f"_native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    built = next((file for file in files if file.exists()), None)
+    if built is None:
+        return "it was not built: install a C++ compiler and longchat again"
+    try:
+        library = ctypes.CDLL(str(built))
+        abi = library.longchat_abi()
+    except (OSError, AttributeError) as error:
+        return f"{built.name} cannot be loaded: {error}"
+    if abi != ABI:
+        return f"{built.name} belongs to another version: install longchat again"
+    library.longchat_isa.restype = ctypes.c_char_p
+    return library
+
+
+def missing() -> str | None:
+    """None when the library can serve on this machine, else why not."""
+    found = load()
+    return found if isinstance(found, str) else None
+
+
+def library() -> Any:
+    """The library. Raises RuntimeError where `missing` says why."""
+    found = load()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def isa() -> str:
+    """The instructions that serve: avx512, avx2, neon or portable."""
+    return library().longchat_isa().decode()
+
+
+def use(name: str) -> bool:
+    """Serve by other instructions of this CPU; False when it has none of that name."""
+    return bool(library().longchat_use(name.encode()))
+
+
+def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
+    """None when the library serves these inputs, else why not."""
+    if q.device.type != "cpu":
+        return "not on CPU"
+    if q.dtype != torch.bfloat16:
+        return f"dtype {q.dtype}"
+    dim = q.shape[-1]
+    if dim % 16 or dim > WIDEST:
+        return f"heads of width {dim}"
+    if len(spans) > MOST_SPANS:
+        return f"{len(spans)} spans"
+    for span in spans:
+        if isinstance(span.k, Packed) or isinstance(span.v, Packed):
+            return "keys and values in few bits"
+        if span.k.dtype != q.dtype or span.v.dtype != q.dtype or span.v.shape[-1] != dim:
+            return "keys and values unlike the queries"
+        if span.k.stride(-1) != 1 or span.v.stride(-1) != 1:
+            return "keys or values with gaps"
+    return missing()
+
+
+def accepts_few(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
+    """As `accepts`, where the library is the faster one."""
+    return "many rows" if q.shape[1] > ROWS else accepts(q, spans, softcap, sinks)
+
+
+def attend(
+    q: Tensor,
+    spans: Sequence[Span],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """As `reference.attend`, in bfloat16 with float32 sums; a row's result does not depend on those beside it.
+
+    Bytes: every visible key and value once for each KV head, whatever the number of heads that share it.
+    """
+    heads, rows, dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    groups = min(span.k.shape[0] for span in spans) if spans else heads
+    scores = [
+        None if span.observe is None else torch.empty(groups, span.k.shape[1], dtype=torch.float32)
+        for span in spans
+    ]
+    # What only a pointer leads to must live until the call returns.
+    kept: list[Any] = [sinks.float().contiguous() if sinks is not None else None]
+    described = (_Span * len(spans))(
+        *(_describe(q, span, score, kept) for span, score in zip(spans, scores, strict=True))
+    )
+    call = _Attention(
+        ctypes.addressof(described),
+        None if kept[0] is None else kept[0].data_ptr(),
+        out.data_ptr(),
+        rows * dim,
+        dim,
+        len(spans),
+        heads,
+        rows,
+        dim,
+        torch.get_num_threads(),
+        scale,
+        softcap or 0.0,
+    )
+    library().longchat_attend(ctypes.byref(call))
+    return out, scores
+
+
+def _describe(q: Tensor, span: Span, score: Tensor | None, kept: list[Any]) -> _Span:
+    query = q if span.turn is None else span.turn.apply(q)
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    k, v, index = span.k, span.v, span.index
+    assert isinstance(k, Tensor) and isinstance(v, Tensor)
+    start, stop = (_bounds(bound, q.shape[1]) for bound in span.limits())
+    if index is not None:
+        index = index.contiguous()
+    kept += (query, start, stop, index)
+    observe = span.observe or Observe()
+    listed = (0, 0, 0) if index is None else (index.shape[2], index.stride(0), index.stride(1))
+    return _Span(
+        query.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        *query.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        _address(start),
+        _address(stop),
+        None if index is None else index.data_ptr(),
+        *listed,
+        k.shape[0],
+        _REDUCE[observe.heads] if span.observe else 0,
+        observe.rows == "sum",
+        0 if score is None else score.shape[0],
+        k.shape[1],
+        None if score is None else score.data_ptr(),
+    )
+
+
+def _bounds(bound: Bound, rows: int) -> Any:
+    """A bound of each row, as int64 in memory."""
+    if isinstance(bound, int):
+        return (c_int64 * rows)(*[bound] * rows)
+    return bound.expand(rows).contiguous()
+
+
+def _address(bounds: Any) -> int:
+    return bounds.data_ptr() if isinstance(bounds, Tensor) else ctypes.addressof(bounds)
