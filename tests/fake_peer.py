@@ -33,6 +33,9 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     if kind == "refused":
         raise Refused("no such thing", "it is refused")
     first, step = (int(part) / 1000 for part in kind.split("-")[1:])
+    asleep = os.environ.get("OMP_WAIT_POLICY") == "PASSIVE"
+    if "FAKE_LIKES_SLEEP" in os.environ and asleep != bool(os.environ["FAKE_LIKES_SLEEP"]):
+        first, step = 10 * first, 10 * step
     seconds = {"first_s": first, "step_s": step, "held": 2**20, "kept": 2**21, "resident": 3 * 2**20}
     about = {"version": "1", "build": "AVX", "torch": "2", "cpu_capability": "AVX", "notes": ["a note"]}
     served = {"prompt": {"sdpa": 30}, "steps": {"native": 96}}

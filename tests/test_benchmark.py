@@ -59,10 +59,9 @@ def test_a_process_that_gives_no_figures(file: str, kind: type[LongchatError], s
 
 
 def test_the_environment_of_a_process(log, monkeypatch):
-    """The other program waits as it likes, whatever longchat set for itself."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     process.ask(FAKE, {"file": "a-1000-1000"}, {})
-    process.ask(FAKE, {"file": "a-1000-1000"}, peer.ENVIRONMENT)
+    process.ask(FAKE, {"file": "a-1000-1000"}, {"OMP_WAIT_POLICY": None})
     assert [job["wait"] for job in log()] == ["PASSIVE", None]
 
 
@@ -158,7 +157,7 @@ def test_counting_leaves_attention_as_it_was():
 
 def contenders(*files: str, mine: str = "a-1000-100") -> list[speed.Contender]:
     own = speed.ours({mine: (mine, {})}, {}, 1, FAKE)
-    return own + speed.peers([peer.Form(Path(file), False) for file in files], 1, FAKE)
+    return own + speed.peers([peer.Form(Path(file), False, file) for file in files], {}, FAKE)
 
 
 def run(plan: speed.Plan, who: list[speed.Contender]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -210,8 +209,18 @@ def test_forms_are_written_once(gguf, log):
     found = peer.forms(str(gguf), [], 1, FAKE)
     assert [form.flash for form in found] == [False, True] * 3
     assert found[0].file == gguf and [form.file.read_text() for form in found[2::2]] == ["Q4_0", "Q8_0"]
-    assert found[3].name.endswith("Q4_0, flash attention")
+    assert [form.name for form in found[:4:3]] == ["model", "Q4_0, flash attention"]
     assert peer.forms(str(gguf), [], 1, FAKE) == found and len(log()) == 2
+
+
+@pytest.mark.parametrize(("asleep", "chosen"), [("1", "PASSIVE"), ("", None)])
+def test_the_other_program_waits_as_is_faster_for_it(asleep, chosen, log, monkeypatch):
+    """The fake is ten times slower in one of the two; longchat's own setting must not reach it."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("FAKE_LIKES_SLEEP", asleep)
+    found = peer.waiting(peer.Form(Path("a-1000-1000"), False, "a"), IDS, 3, FAKE)
+    assert found == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": chosen}
+    assert [job["wait"] for job in log()] == [None, "PASSIVE"]
 
 
 def test_a_form_that_could_not_be_written_leaves_nothing(gguf, monkeypatch):
@@ -223,6 +232,11 @@ def test_a_form_that_could_not_be_written_leaves_nothing(gguf, monkeypatch):
 
 def test_files_that_are_named_are_taken(gguf):
     assert [form.file for form in peer.forms("some/dir", [gguf], 1, FAKE)] == [gguf, gguf]
+    twins = [gguf.with_name(name) for name in ("a.Q8_0.gguf", "b.Q8_0.gguf", "b-q4_k_m.gguf")]
+    for file in twins:
+        file.touch()
+    assert [form.label for form in peer.forms("", twins[1:], 1, FAKE)[::2]] == ["Q8_0", "q4_k_m"]
+    assert [form.label for form in peer.forms("", twins[:2], 1, FAKE)[::2]] == ["a.Q8_0", "b.Q8_0"]
     with pytest.raises(MissingInput):
         peer.forms("some/dir", [gguf.with_name("none.gguf")], 1, FAKE)
     with pytest.raises(UsageError, match="GGUF"):
@@ -242,7 +256,7 @@ def test_without_llama_cpp_it_says_what_to_install(model, monkeypatch):
 
 def row(name: str, length: int, first: float, step: float, peer: bool = False, **more: Any) -> dict[str, Any]:
     figures = {"first_s": first, "step_s": step, "held": 2**20, "kept": 2**21, "resident": 3 * 2**20}
-    served = {"served": {"prompt": {"sdpa": 1}, "steps": {"native": 2}}, "load": 0.5}
+    served = {"served": {"prompt": {"sdpa": 1}, "steps": {"native": 2}}, "load": 0.5, "waits": None}
     return {"name": name, "peer": peer, "length": length, **figures, **served, **more}
 
 
@@ -401,7 +415,9 @@ def test_llama_cpp_itself(default_model_dir, tmp_path):
     from longchat_cli.models import load
 
     source = load.find("smollm2").source
-    rows = list(speed.rows(speed.Plan((200,), 1, 2), speed.peers(peer.forms(source, [], 2), 2), IDS, print))
+    forms = peer.forms(source, [], 2)
+    theirs = speed.peers(forms, peer.waiting(forms[0], IDS, 2))
+    rows = list(speed.rows(speed.Plan((200,), 1, 2), theirs, IDS, print))
     assert len(rows) == 6 and not [each["failed"] for each in rows if "failed" in each]
     keys_and_values = 30 * 2 * 3 * 64 * 2 * (200 + speed.DECODED)
     for each in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from longchat_cli.errors import MissingInput, Unavailable, UsageError
 PROGRAM = (sys.executable, "-m", "longchat_cli.benchmark.llama")
 FORMS = ("Q4_0", "Q8_0")
 """What a GGUF model is written as beside its own form: llama.cpp's fastest forms."""
-ENVIRONMENT: Mapping[str, str | None] = {"OMP_WAIT_POLICY": None}
-"""longchat waits passively; the other program waits as it likes."""
+WAITS: tuple[str | None, ...] = (None, "PASSIVE")
+"""How its threads may wait for each other: spinning, as it was built, or asleep, as longchat's do."""
+PROBE, PROBE_STEPS = 64, 16
+"""Tokens read and decoded to find out which is faster."""
 INSTALL = "pip install llama-cpp-python; CONTRIBUTING.md and docs/benchmarks.md say how"
 
 
@@ -27,10 +30,11 @@ class Form:
 
     file: Path
     flash: bool
+    label: str
 
     @property
     def name(self) -> str:
-        return f"{self.file.stem}{', flash attention' if self.flash else ''}"
+        return f"{self.label}{', flash attention' if self.flash else ''}"
 
 
 def forms(source: str, files: Sequence[Path], threads: int, program: Sequence[str] = PROGRAM) -> list[Form]:
@@ -48,7 +52,32 @@ def forms(source: str, files: Sequence[Path], threads: int, program: Sequence[st
             "llama.cpp reads GGUF files only", f"{source} is none", "name one with --peer-models"
         )
     found = files or [original, *(written(original, form, threads, program) for form in FORMS)]
-    return [Form(file, flash) for file in found for flash in (False, True)]
+    short = [_label(file) for file in found]
+    labels = short if len({*short}) == len(short) else [file.stem for file in found]
+    return [
+        Form(file, flash, label) for file, label in zip(found, labels, strict=True) for flash in (False, True)
+    ]
+
+
+def _label(file: Path) -> str:
+    """`Q4_0` of `model.Q4_0.gguf`, else all of the name."""
+    kind = re.search(r"[.-](I?Q\d\w*|B?F16|F32)$", file.stem, re.IGNORECASE)
+    return kind[1] if kind else file.stem
+
+
+def waiting(
+    form: Form, ids: Sequence[int], threads: int, program: Sequence[str] = PROGRAM
+) -> Mapping[str, str | None]:
+    """The environment in which the other program is fastest now, by a short run in each.
+
+    Spinning threads win on an idle machine; on a busy one they lose most of the time. Raises as `ask`.
+    """
+    text = {"ids": ids[:PROBE], "following": ids[PROBE : PROBE + PROBE_STEPS], "warm": 8}
+    job = {"file": str(form.file), "flash": form.flash, "threads": threads, **text}
+    environments = [{"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": wait} for wait in WAITS]
+    taken = [ask(program, job, environment) for environment in environments]
+    seconds = [figures["first_s"] + PROBE_STEPS * figures["step_s"] for figures in taken]
+    return environments[seconds.index(min(seconds))]
 
 
 def written(source: Path, form: str, threads: int, program: Sequence[str] = PROGRAM) -> Path:
@@ -60,7 +89,7 @@ def written(source: Path, form: str, threads: int, program: Sequence[str] = PROG
         partial = target.with_suffix(f".{os.getpid()}.part")
         try:
             job = {"form": form, "source": str(source), "target": str(partial), "threads": threads}
-            ask(program, job, ENVIRONMENT)
+            ask(program, job, {})
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)

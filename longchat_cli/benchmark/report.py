@@ -141,7 +141,8 @@ def _heading(result: Mapping[str, Any]) -> str:
         lines[-1] += f", torch {own['torch']} ({own['cpu_capability']}), {own['model']} in {own['dtype']}"
         lines += own["notes"]
     if theirs := abouts.get(True):
-        lines.append(f"llama.cpp: llama-cpp-python {theirs['version']}, built for {theirs['build']}")
+        waits = "asleep" if any(row["peer"] and row["waits"] for row in rows) else "spinning"
+        lines.append(f"llama-cpp-python {theirs['version']}, threads waiting {waits}; {theirs['build']}")
     return "\n".join(f"- {line}" for line in lines)
 
 

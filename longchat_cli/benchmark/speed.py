@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from longchat_cli import __version__
-from longchat_cli.benchmark.peer import ENVIRONMENT, PROGRAM, Form
+from longchat_cli.benchmark.peer import PROGRAM, Form
 from longchat_cli.benchmark.process import Row, ask
 from longchat_cli.errors import LongchatError, UsageError
 
@@ -68,9 +68,10 @@ def ours(
     ]
 
 
-def peers(forms: Sequence[Form], threads: int, program: Sequence[str] = PROGRAM) -> list[Contender]:
-    """The other program with each form of the model."""
-    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+def peers(
+    forms: Sequence[Form], environment: Mapping[str, str | None], program: Sequence[str] = PROGRAM
+) -> list[Contender]:
+    """The other program with each form of the model, in the environment that `peer.waiting` found."""
     return [
         Contender(form.name, program, {"file": str(form.file), "flash": form.flash}, True, environment)
         for form in forms
@@ -93,6 +94,7 @@ def rows(
                 text = {"ids": ids[:length], "following": ids[length : length + plan.decoded], "warm": WARM}
                 job = contender.job | text | {"threads": plan.threads, "count": not number}
                 row = {"name": contender.name, "peer": contender.peer, "length": length, "round": number}
+                row["waits"] = contender.environment.get("OMP_WAIT_POLICY")
                 done.append(row | _figures(contender, job))
                 say(f"{length:,} tokens, round {number + 1} of {plan.repeat}: {_line(done[-1])}")
                 yield done[-1]

@@ -73,12 +73,14 @@ def speed(
     if plot:
         report.require_plots()
     ready, tokenizer, text = _subject(params)
+    ids = tokenizer.encode(text)
     contenders = measuring.ours(methods, _engine(params), plan.threads)
     if peer:
         files = [*map(Path, params["peer_models"])]
-        contenders += measuring.peers(peers.forms(ready.source, files, plan.threads), plan.threads)
+        forms = peers.forms(ready.source, files, plan.threads)
+        contenders += measuring.peers(forms, peers.waiting(forms[0], ids, plan.threads))
     result = _result(plan.threads, {"repeat": plan.repeat, "decoded": plan.decoded})
-    for row in measuring.rows(plan, contenders, tokenizer.encode(text), console.notice):
+    for row in measuring.rows(plan, contenders, ids, console.notice):
         result["rows"].append(row)
         _keep(json_file, result)
     if plot:
