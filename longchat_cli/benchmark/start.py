@@ -49,7 +49,6 @@ def rows(plan: Plan, text: str, encode: Encode, program: Sequence[str] = PROGRAM
     ids, read = _encoded(text, encode, plan.repeat)
     yield _row(f"tokenizing {len(text.encode()) / 1e6:.2f} MB", "MB/s", read)
     size = int((PROMPT - AROUND) * len(text) / len(ids))
-    # Another text each time: what was read before may be remembered.
     parts = [text[start : start + size] for start in range(0, plan.repeat * size, size)]
     yield _row(
         f"first token of a question of {PROMPT} tokens", "s", [shell.first_token(part) for part in parts]
@@ -108,7 +107,7 @@ class _Shell:
     def first_token(self, text: str) -> float:
         """Seconds from starting the process to the first character of the answer."""
         with _file(text) as name:
-            arguments = ["ask", name, QUESTION, "--method", "full", "--max-tokens", "4", *self.model]
+            arguments = self._asking(name, "--method", "full", "--max-tokens", "4")
             begun = time.perf_counter()
             with self._start(arguments) as process:
                 assert process.stdout is not None
@@ -121,18 +120,12 @@ class _Shell:
     def recall(self, text: str) -> float:
         """Seconds that a text takes until the first question's passages are found."""
         with _file(text) as name:
-            arguments = [
-                "ask",
-                name,
-                QUESTION,
-                "--method",
-                "recall",
-                "--max-tokens",
-                "1",
-                "--json",
-                *self.model,
-            ]
+            arguments = self._asking(name, "--method", "recall", "--max-tokens", "1", "--json")
             return json.loads(self._run(arguments))["timings"]["find_s"]
+
+    def _asking(self, name: str, *more: str) -> list[str]:
+        """Arguments that ask about a file, whatever earlier runs have kept of it."""
+        return ["ask", name, QUESTION, "--no-cache", *more, *self.model]
 
     def _run(self, arguments: Sequence[str]) -> bytes:
         with self._start(arguments) as process:
