@@ -15,6 +15,7 @@ from torch import Tensor
 from longchat_cli import state
 from longchat_cli.attention import method_class
 from longchat_cli.attention.layer import Cache, Method
+from longchat_cli.constrain import Constraint
 from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
 from longchat_cli.models.static import StaticStep
 from longchat_cli.pages import PAGE, Store
@@ -147,6 +148,7 @@ class LocalEngine:
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
+        constraint = Constraint(sampling.schema, self.tokenizer) if sampling.schema else None
         decoder, matcher = self.tokenizer.decoder(), StopMatcher((*sampling.stop, *self.assembler.stops))
         for count in range(sampling.max_tokens + 1):
             if count == sampling.max_tokens or (cancel and cancel()):
@@ -154,13 +156,16 @@ class LocalEngine:
                 yield Piece(matcher.flush(), stop="length" if count == sampling.max_tokens else "cancelled")
                 return
             assert self.logits is not None, "generate needs a prefilled prompt"
-            token, logprob = choose(self.logits, sampling, self.ids[-PENALTY_SPAN:], generator)
+            logits = constraint.allow(self.logits) if constraint else self.logits
+            token, logprob = choose(logits, sampling, self.ids[-PENALTY_SPAN:], generator)
             if token in self.tokenizer.eos_ids:
                 tail, _ = matcher.feed(decoder.flush())
                 yield Piece(tail + matcher.flush(), stop="eos")
                 return
             # Fed before it is yielded: whoever stops listening leaves a state that agrees with what they saw.
             self.feed([token], decoding=True)
+            if constraint:
+                constraint.take(token)
             text, stopped = matcher.feed(decoder.push(token))
             if stopped:
                 yield Piece(text, (token,), logprob, "stop")

@@ -11,7 +11,8 @@ from longchat_cli.errors import UsageError
 class Sampling:
     """Greedy when `temperature` is 0. `top_p`, `top_k` and `min_p` are off at 1, 0 and 0.
 
-    `max_tokens` bounds the answer; `stop` strings end it and are not printed.
+    `max_tokens` bounds the answer; `stop` strings end it and are not printed. With a `schema` (the text of a
+    JSON Schema, from `constrain.read_schema`) only JSON that it allows is written.
     """
 
     temperature: float = 0.0
@@ -22,6 +23,7 @@ class Sampling:
     seed: int | None = None
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
+    schema: str = ""
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "--temperature", self.temperature, "at least 0")

@@ -23,7 +23,7 @@ LAYERS = [
     {"errors", "config", "settings", "sampling", "terminal_text", "terminal", "pages"},
     {"kernels"},
     {"attention"},
-    {"tokens", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
+    {"tokens", "constrain", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
     {"local", "prefix", "recall"},
     {"citations", "sources", "attribution", "whole"},
     {"ask", "chat", "evaluation", "doctor", "inspection", "benchmark"},
@@ -34,7 +34,7 @@ LAYERS = [
 
 LIGHT = [
     "errors", "config", "settings",
-    "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
+    "constrain", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
     "evaluation.lines", "recall.lexical", "recall.passages", "recall.kept", "pages", "citations", "wording",

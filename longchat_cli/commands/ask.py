@@ -30,6 +30,7 @@ from longchat_cli.commands.options import (
     sampling_options,
     take,
 )
+from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.terminal import Interrupts, is_tty, open_output
 
 if TYPE_CHECKING:
@@ -79,6 +80,12 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per question, a line each.")
 @click.option(
+    "--schema",
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="Answer in JSON by the JSON Schema in FILE, and nothing else.",
+)
+@click.option(
     "--cite/--no-cite",
     default=None,
     help="Footnotes: where the documents say each sentence, and what was read. [default: on a terminal]",
@@ -111,19 +118,20 @@ def ask(
     console = current_console()
     names, asked = split_arguments(words, questions, is_tty(sys.stdin))
     footnotes = params["cite"]
+    schema = _schema(params)
     if footnotes is None:
-        footnotes = is_tty(sys.stdout) and output in (None, "-")
+        footnotes = not schema and is_tty(sys.stdout) and output in (None, "-")
     cite = params["strict_cite"] or footnotes or (as_json and params["cite"] is None)
-    sampling = Sampling(**take(params, SAMPLERS))
+    sampling = Sampling(**take(params, SAMPLERS), schema=schema)
     request = Request(
         tuple(asked),
-        params["system"],
+        _system(params["system"], schema),
         method,
         method_options,
         params["overflow"],
         sampling,
         cite,
-        params["mode"],
+        "find" if schema else params["mode"],
         page_store(params, names, console),
     )
     collection = read(names, console, reading(params))
@@ -158,7 +166,8 @@ def _answer_all(
     )
     answers = []
     with open_output(output) as out:
-        emit = (lambda text: None) if as_json else out.write
+        schema = request.sampling.schema
+        emit = (lambda text: None) if as_json or schema else out.write
         finders = finder_maker(console, request.store)
         for answer in asking.ask(
             opener, finders, collection, request, emit, console, interrupts, show, _weigh
@@ -166,7 +175,10 @@ def _answer_all(
             answers.append(answer)
             if as_json:
                 out.write(json.dumps(answer.as_json(), ensure_ascii=False) + "\n")
-            else:
+            if schema and not answer.cancelled:
+                _require_complete(answer)
+            if not as_json:
+                out.write(answer.answer if schema else "")
                 out.write(_ending(answer, footnotes, last=len(answers) == len(request.questions)))
             console.notice(answer.evidence())
             if answer.stop in CUT:
@@ -176,6 +188,31 @@ def _answer_all(
             if answer.cancelled:
                 raise KeyboardInterrupt
     return answers
+
+
+def _schema(params: dict[str, Any]) -> str:
+    """The JSON Schema of --schema, checked before a model is loaded; "" without one."""
+    if params["schema"] is None:
+        return ""
+    if params["mode"] == "whole" or params["quote"]:
+        other = "--quote" if params["quote"] else "--mode whole"
+        raise UsageError(f"--schema does not go with {other}", "a schema is for one answer")
+    from longchat_cli.constrain import read_schema
+
+    return read_schema(params["schema"])
+
+
+def _system(text: str | None, schema: str) -> str | None:
+    """The system prompt; with a schema it says so."""
+    from longchat_cli.constrain import instruction
+
+    return "\n".join(filter(None, (text, schema and instruction(schema)))) or None
+
+
+def _require_complete(answer: Answer) -> None:
+    """Half a JSON value is none."""
+    if answer.stop != "eos":
+        raise LongchatError("the answer is no complete JSON", CUT.get(answer.stop, "--stop ended it"))
 
 
 def _weigh(engine: Any, mark: Any, ids: Sequence[int]) -> Sequence[float]:
