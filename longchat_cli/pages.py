@@ -142,6 +142,25 @@ class Entry:
         return about if isinstance(about, dict) else {}
 
 
+@dataclass(frozen=True)
+class Reading:
+    """The pages that one reading of `documents` left, as far as it was the first to write them."""
+
+    documents: tuple[str, ...]
+    model: str
+    method: str
+    entries: list[Entry]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.entries)
+
+    @property
+    def used(self) -> float:
+        """When a page of it was last of use, seconds since the epoch."""
+        return max(entry.used for entry in self.entries)
+
+
 class Store:
     """The pages in `root`, `budget` bytes at most, of texts of `least` tokens or more.
 
@@ -179,6 +198,16 @@ class Store:
     def has(self, key: str) -> bool:
         """Whether there is a page of this name; it may be damaged."""
         return self.path(key).exists()
+
+    def readings(self) -> list[Reading]:
+        """What is kept, by document; the most recently used first."""
+        found: dict[tuple[tuple[str, ...], str, str], list[Entry]] = {}
+        for entry in self._entries():
+            about = entry.about()
+            documents = tuple(map(str, about.get("documents") or ["unknown"]))
+            found.setdefault((documents, str(about.get("model")), str(about.get("method"))), []).append(entry)
+        readings = [Reading(*names, entries) for names, entries in found.items()]
+        return sorted(readings, key=lambda reading: -reading.used)
 
     def find(self, key: str) -> dict[str, str] | None:
         """The metadata of a page that is whole; a damaged one is deleted, and None returned as for none."""

@@ -23,7 +23,7 @@ from longchat_cli.pages import Store, digest
 HEAVY = 1 / 8
 """A tip that weighs more than this share of its page is thinned out ..."""
 KEPT = 16
-"""... to every KEPT-th boundary, the last one and the text's end."""
+"""... to every KEPT-th boundary, the last two (a longer text may part between them) and the text's end."""
 
 
 class Prefix:
@@ -85,8 +85,9 @@ class Prefix:
             self.store.put(name, state.writer(parts.grew))
         told = json.dumps({**parts.skeleton, "paths": sorted(parts.paths)})
         self.store.put(_tip(name), state.writer(parts.whole), {"longchat": told})
-        if at and at % KEPT and at + 1 < len(self.ends) and _heavy(parts, told):
-            self.store.discard(_tip(self._names[at - 1]))
+        older = at - 1  # the boundary before the one before
+        if older > 0 and older % KEPT and at + 1 < len(self.ends) and _heavy(parts, told):
+            self.store.discard(_tip(self._names[older - 1]))
 
     def _tip(self, number: int) -> tuple[dict[str, Any], Any] | None:
         name = _tip(self._names[number - 1])

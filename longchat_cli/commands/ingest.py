@@ -1,0 +1,99 @@
+"""`longchat ingest`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from longchat_cli.attention import METHODS
+from longchat_cli.commands.context import (
+    current_console,
+    engine_opener,
+    finder_maker,
+    page_store,
+    read,
+    reading,
+    require_all,
+)
+from longchat_cli.commands.framework import MethodCommand, command
+from longchat_cli.commands.options import (
+    MODEL,
+    Name,
+    Size,
+    complete_files,
+    model_options,
+    reading_options,
+    take,
+)
+from longchat_cli.terminal import Interrupts
+
+
+@command("ingest", cls=MethodCommand)
+@click.argument("names", nargs=-1, metavar="DOC...", required=True, shell_complete=complete_files)
+@click.option(
+    "--method",
+    "-m",
+    type=Name(["auto", *METHODS]),
+    default="auto",
+    show_default=True,
+    help="As `ask` will have it; auto: full if everything fits the window, else recall.",
+)
+@click.option(
+    "--overflow",
+    type=Name(["error", "force"]),
+    default="error",
+    show_default=True,
+    help="What to do when the text does not fit the method.",
+)
+@click.option("--system", metavar="TEXT", help="System prompt, as `ask` will have it.")
+@click.option(
+    "--max-tokens",
+    type=Size(),
+    default=256,
+    show_default=True,
+    help="Longest answer, as `ask` will have it: text and answer must fit the window to be read in full.",
+)
+@click.option(
+    "--cache-size",
+    type=Size(),
+    default=10 << 30,
+    show_default="10GiB",
+    help="Most that is kept, of all texts.",
+)
+@reading_options
+@model_options
+def ingest(names: tuple[str, ...], method: str, method_options: dict[str, Any], **params: Any) -> None:
+    """Read documents now and keep what that leaves behind, for questions later.
+
+    `ask` with the same documents, method and system prompt begins where this ended. Interrupted, it goes on
+    where it was; a document that changed is read from the change on.
+    """
+    from longchat_cli import ask as asking
+    from longchat_cli.config import format_bytes
+    from longchat_cli.sampling import Sampling
+
+    console = current_console()
+    collection = read(names, console, reading(params))
+    require_all(collection, params["strict"])
+    store = page_store({**params, "cache": True}, names, console)
+    assert store is not None
+    request = asking.Request(
+        (),
+        params["system"],
+        method,
+        method_options,
+        params["overflow"],
+        Sampling(max_tokens=params["max_tokens"]),
+        store=store,
+    )
+    opener = engine_opener(take(params, MODEL), console)
+    start = time.perf_counter()
+    for _ in asking.ask(
+        opener, finder_maker(console, store), collection, request, lambda text: None, console, Interrupts()
+    ):
+        pass
+    tokens, kept = store.about["tokens"], format_bytes(store.written)
+    seconds = time.perf_counter() - start
+    console.notice(f"{store.about['method']}: {tokens:,} tokens in {seconds:.1f} s, {kept} newly kept")
