@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
 PROMPT = "> "
+Record = Callable[[str, str, str, str, str], None]
+"""Called with model, method, question, answer and why it ended."""
 
 
 def run(
@@ -37,6 +39,7 @@ def run(
     sampling: Sampling,
     console: Console,
     keyboard: str | None = None,
+    record: Record | None = None,
 ) -> None:
     """Chat until the end of input; `keyboard` names a terminal to read from instead of standard input.
 
@@ -44,7 +47,7 @@ def run(
     """
     source = _keyboard(keyboard) if keyboard else sys.stdin
     conversation = open_conversation(open_engine, method, options, system, documents)
-    chat = Repl(conversation, sampling, console)
+    chat = Repl(conversation, sampling, console, record)
     chat.open()
     if is_tty(source):
         chat.converse(_session(source))
@@ -67,8 +70,11 @@ class Left(Exception):
 class Repl:
     """A conversation on a screen. Slash commands are the entries of COMMANDS."""
 
-    def __init__(self, conversation: Conversation, sampling: Sampling, console: Console) -> None:
+    def __init__(
+        self, conversation: Conversation, sampling: Sampling, console: Console, record: Record | None = None
+    ) -> None:
         self.conversation, self.sampling, self.console = conversation, sampling, console
+        self.record = record
         self.interrupts = Interrupts()
 
     def open(self) -> None:
@@ -107,7 +113,7 @@ class Repl:
 
     def answer(self, text: str) -> None:
         """Send one turn and print the answer as it comes, made safe for the terminal."""
-        sanitizer, printed = Sanitizer(), ""
+        sanitizer, printed, before = Sanitizer(), "", len(self.conversation.turns)
         with self.interrupts.catching():
             with self.console.progress("reading") as bar:  # gone before the first word stands in its place
                 pieces = self.conversation.send(text, self.sampling, bar, self.interrupts.stopped)
@@ -120,6 +126,9 @@ class Repl:
         if not printed.endswith("\n"):
             sys.stdout.write("\n")
         sys.stdout.flush()
+        if self.record and len(self.conversation.turns) > before:
+            info, answer = self.conversation.engine.info, self.conversation.turns[-1]
+            self.record(info.model, info.method, text, Sanitizer().feed(answer.text), answer.stop or "")
 
     def _prompt(self, session: PromptSession[str]) -> str | None:
         """What was typed; None at Ctrl-D. The first Ctrl-C clears the line."""

@@ -109,6 +109,7 @@ def models_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("config", "data", "cache", "state"):
             patch.setenv(f"LONGCHAT_{name.upper()}_DIR", str(home / name))
+        patch.setenv("LONGCHAT_NO_LOG", "1")
         yield home / "data"
 
 

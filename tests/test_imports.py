@@ -20,7 +20,7 @@ MODULES = {
 HEAVY = ("torch", "transformers", "bitsandbytes", "triton", "flash_attn")
 
 LAYERS = [
-    {"errors", "config", "settings", "sampling", "terminal_text", "terminal", "pages"},
+    {"errors", "config", "settings", "sampling", "terminal_text", "terminal", "logs", "pages"},
     {"kernels"},
     {"attention"},
     {"tokens", "constrain", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
@@ -34,7 +34,7 @@ LAYERS = [
 
 LIGHT = [
     "errors", "config", "settings",
-    "constrain", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
+    "constrain", "logs", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
     "evaluation.lines", "recall.lexical", "recall.passages", "recall.kept", "pages", "citations", "wording",

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from longchat_cli.cli import cli
 from longchat_cli.commands import configured, schema
+from longchat_cli.logs import Entry, Log
 
 jsonschema = pytest.importorskip("jsonschema", reason="the test extra is not installed")
 
@@ -144,6 +145,13 @@ def test_measure(tiny_model: Callable[..., Path]) -> None:
     )
     found = output("methods", "--measure", *words, "--model", str(tiny_model()), "--json")
     check("methods", json.loads(found))
+
+
+def test_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGCHAT_DATA_DIR", str(tmp_path))
+    Log(tmp_path / "logs.db").add(Entry("ask", "model", "full", "Who?", "Ahab", "eos", ("moby.txt",)))
+    for words in (("list",), ("show",), ("search", "ahab")):
+        check(f"logs.{words[0]}", json.loads(output("logs", *words, "--json")))
 
 
 @pytest.mark.slow

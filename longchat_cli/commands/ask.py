@@ -25,6 +25,7 @@ from longchat_cli.commands.options import (
     Name,
     cache_options,
     complete_files,
+    log_option,
     model_options,
     reading_options,
     sampling_options,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from longchat_cli.ask import Answer, Open, Request
     from longchat_cli.documents import Collection
+    from longchat_cli.logs import Recorder
     from longchat_cli.terminal import Console
 
 CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer was cut at --max-tokens"}
@@ -93,6 +95,7 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
 @click.option("--strict-cite", is_flag=True, help="Exit 5 unless every sentence is at least a near quote.")
 @click.option("--quote", is_flag=True, help="Print the best matching passages themselves, no answer.")
 @click.option("--show-prompt", is_flag=True, help="Print the prompt on stderr, control tokens marked.")
+@log_option
 @reading_options
 @cache_options
 @model_options
@@ -113,6 +116,7 @@ def ask(
     https://host/name.git#branch, git+https://..., https://github.com/owner/name.
     """
     from longchat_cli.ask import Request, split_arguments
+    from longchat_cli.logs import Recorder
     from longchat_cli.sampling import Sampling
 
     console = current_console()
@@ -141,7 +145,15 @@ def ask(
         _quote_all(opener, collection, request, console, output, as_json)
         return
     answers = _answer_all(
-        opener, collection, request, console, output, as_json, params["show_prompt"], footnotes
+        opener,
+        collection,
+        request,
+        console,
+        output,
+        as_json,
+        params["show_prompt"],
+        footnotes,
+        Recorder(params["no_log"], console),
     )
     if params["strict_cite"]:
         _require_support(answers)
@@ -156,9 +168,11 @@ def _answer_all(
     as_json: bool,
     show_prompt: bool,
     footnotes: bool,
+    record: Recorder,
 ) -> list[Answer]:
     from longchat_cli import ask as asking
     from longchat_cli.config import format_bytes
+    from longchat_cli.logs import Entry
 
     interrupts = Interrupts()
     show = (
@@ -173,6 +187,17 @@ def _answer_all(
             opener, finders, collection, request, emit, console, interrupts, show, _weigh
         ):
             answers.append(answer)
+            record(
+                Entry(
+                    "ask",
+                    answer.model,
+                    answer.method,
+                    answer.question,
+                    answer.answer,
+                    answer.stop,
+                    tuple(answer.documents),
+                )
+            )
             if as_json:
                 out.write(json.dumps(answer.as_json(), ensure_ascii=False) + "\n")
             if schema and not answer.cancelled:

@@ -14,6 +14,7 @@ from longchat_cli.commands.options import (
     SAMPLERS,
     Name,
     complete_files,
+    log_option,
     model_options,
     sampling_options,
     take,
@@ -38,6 +39,7 @@ from longchat_cli.commands.options import (
     help="Start from a document; repeatable.",
 )
 @click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
+@log_option
 @model_options
 @sampling_options(temperature=0.2, top_p=0.9, max_tokens=1024)
 def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any], **params: Any) -> None:
@@ -47,11 +49,17 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
     input and the keyboard from the terminal. Ctrl-C stops an answer, twice leaves, Ctrl-D leaves.
     """
     from longchat_cli import repl
+    from longchat_cli.logs import Entry, Recorder
     from longchat_cli.sampling import Sampling
 
     console = current_console()
     sampling = Sampling(**take(params, SAMPLERS))
     collection = read(documents, console) if documents else None
+    record = Recorder(params["no_log"], console)
+
+    def keep(model: str, method: str, question: str, answer: str, stop: str) -> None:
+        record(Entry("chat", model, method, question, answer, stop, documents))
+
     repl.run(
         engine_opener(take(params, MODEL), console),
         method=method,
@@ -61,4 +69,5 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
         sampling=sampling,
         console=console,
         keyboard="/dev/tty" if "-" in documents else None,
+        record=keep,
     )

@@ -15,7 +15,7 @@ from longchat_cli.commands.method_options import method_options
 FILES = {
     "~/.config/longchat/config.toml": "Options, for every directory ($LONGCHAT_CONFIG_DIR).",
     "longchat.toml": "Options for a project, in its folder or above.",
-    "~/.local/share/longchat": "Models ($LONGCHAT_DATA_DIR).",
+    "~/.local/share/longchat": "Models, and the log of answers ($LONGCHAT_DATA_DIR).",
     "~/.cache/longchat": "Converted weights and KV states; safe to delete ($LONGCHAT_CACHE_DIR).",
     "~/.local/state/longchat": "Histories ($LONGCHAT_STATE_DIR).",
 }

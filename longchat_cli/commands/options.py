@@ -171,6 +171,7 @@ cache_options = _stack(
         help="Most that is kept, of all texts.",
     ),
 )
+log_option = click.option("--no-log", is_flag=True, help="Keep no copy of the answer for `longchat logs`.")
 SAMPLERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
 MODEL = ("model", "device", "dtype", "quantize", "kernel", "compile")
 
