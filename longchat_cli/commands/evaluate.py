@@ -59,6 +59,7 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     naturalqa   natural questions, passages planted in a book (--data)
     perplexity  perplexity by position of a book (--data)
     stream      step time and bytes held along one stream
+    repository  where names of Python code are defined, what they return (--data FOLDER)
     citations   true and altered statements checked against their text (no model; a book: --data)
     """
     from pathlib import Path

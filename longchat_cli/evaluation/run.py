@@ -16,6 +16,7 @@ from longchat_cli.evaluation.cases import Case, Generator, Query, Setting
 from longchat_cli.evaluation.citing import citing
 from longchat_cli.evaluation.haystack import Count, load_text
 from longchat_cli.evaluation.perplexity import Forward, by_position, losses
+from longchat_cli.evaluation.repository import Find, repository
 from longchat_cli.evaluation.score import contains, grade, interval, normalise
 from longchat_cli.evaluation.stream import stream
 from longchat_cli.prose import prose
@@ -37,13 +38,14 @@ class Answer:
 class Subject:
     """What is evaluated. Question tasks need `answer(document, questions)`, one reading and an answer each;
     `perplexity` needs `encode` and `forward`, which gives a decoder with an empty state; `stream` needs
-    `engine` and `encode`."""
+    `engine` and `encode`, `repository` needs `find`."""
 
     count: Count
     answer: Callable[[str, Sequence[str]], Sequence[Answer]] | None = None
     encode: Callable[[str], Sequence[int]] | None = None
     forward: Callable[[], Forward] | None = None
     engine: Engine | None = None
+    find: Find | None = None
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,11 @@ def _citing(subject: Subject, options: Options, progress: Progress) -> dict[str,
     return citing(options.n, options.lengths[0], options.seed, options.data)
 
 
+def _repository(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+    assert subject.find is not None, "this task needs a subject that finds"
+    return repository(options.n, options.seed, options.data, subject.find)
+
+
 TASKS: dict[str, Task] = {
     "needle": _asking("one magic number in each text", facts.single),
     "lookalike": _asking("ten magic numbers of different keys in one text", facts.lookalike),
@@ -217,5 +224,6 @@ TASKS: dict[str, Task] = {
     "naturalqa": _asking("natural questions, passages planted in a book (--data)", naturalqa.naturalqa),
     "perplexity": Task("perplexity by position of a book (--data)", _perplexity),
     "stream": Task("step time and bytes held along one stream", _stream),
+    "repository": Task("where names of a repository are defined, what they return (--data)", _repository),
     "citations": Task("true and altered statements before the citation checker", _citing, needs_model=False),
 }

@@ -11,9 +11,12 @@ from longchat_cli.attention.layer import Method
 from longchat_cli.documents import Collection, Document
 from longchat_cli.engine import Engine
 from longchat_cli.evaluation.perplexity import Forward
+from longchat_cli.evaluation.repository import Place
 from longchat_cli.evaluation.run import Answer, Subject
 from longchat_cli.terminal import Console, Interrupts
 
+READ = 4096
+"""Tokens of passages that are read for one question at most."""
 RANKED = 8
 """Passages looked at to say where the finder put the right one; fewer are read."""
 
@@ -54,7 +57,22 @@ def subject(
 
         return step
 
-    return Subject(engine.count, answer, engine.tokenizer.encode, forward, engine)
+    def find(documents: Sequence[Document], questions: Sequence[str]) -> list[list[Place]]:
+        finder = ask.local_finder(engine, documents, request.options, console)
+        return [[_place(documents, p) for p in _read_first(finder, question)] for question in questions]
+
+    return Subject(engine.count, answer, engine.tokenizer.encode, forward, engine, find)
+
+
+def _read_first(finder: Any, question: str) -> list[Any]:
+    """The passages that would be read, the best first, and then others that come near."""
+    read = sorted(finder.find(question, READ), key=lambda passage: -passage.score)
+    return [*read, *finder.rank(question, RANKED)[len(read) :]]
+
+
+def _place(documents: Sequence[Document], passage: Any) -> Place:
+    where = documents[passage.document].locate(passage.begin, passage.end)
+    return where.source, where.line, where.end_line
 
 
 def _ranked(finders: Sequence[Any], document: str, question: str) -> tuple[str, ...]:

@@ -2,18 +2,21 @@
 
 Words (BM25), meaning (a sentence encoder) and attention (retrieval heads of the decoder) each score every
 sentence; a block is as good as its best sentence. `fused` adds them on absolute scales, so that a sure hit of
-one is not dragged down by another's noise, as it is when ranks are added.
+one is not dragged down by another's noise, as it is when ranks are added. In source code the definition of a
+name that is asked about comes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 
 from longchat_cli.errors import UsageError
 from longchat_cli.pages import Store
+from longchat_cli.recall.definitions import Definitions, definition_range
 from longchat_cli.recall.kept import Progress, sentence_vectors
 from longchat_cli.recall.lexical import Lexical
 from longchat_cli.recall.passages import Outline, Passage, ReadingPlan, choose
@@ -88,7 +91,10 @@ class Finder:
         self._firsts = _joined([outline.blocks[:-1] for outline in self.outlines], counts)
         self._places = [(d, b) for d, o in enumerate(self.outlines) for b in range(len(o.blocks) - 1)]
         sentences = [o.text[i:j] for o in self.outlines for i, j in o.sentences.tolist()]
-        self.scorers: dict[str, Scorer] = {"lexical": Lexical(sentences, self._firsts)}
+        self.scorers: dict[str, Scorer] = {
+            "lexical": Lexical(sentences, self._firsts),
+            "definitions": Definitions(sentences),
+        }
         self.reused = 0
         if encoder:
             sizes = np.concatenate([_NOTHING, *(outline.sizes() for outline in self.outlines)])
@@ -111,18 +117,26 @@ class Finder:
 
     def read(self, question: str, budget: int, plan: ReadingPlan, by: Find = "fused") -> list[Passage]:
         """The passages to read for `question`, `budget` tokens at most, in the plan's order."""
-        return choose(self.rank(question, plan.passages, by), self.outlines, plan, budget)
+        ranked = [self._whole_definition(passage) for passage in self.rank(question, plan.passages, by)]
+        return choose(ranked, self.outlines, plan, budget)
 
     def _needed(self, by: Find) -> list[str]:
         if by == "fused":
             eye = next((name for name in ("semantic", "attention") if name in self.scorers), None)
-            return [eye, "lexical"] if eye else ["lexical"]
+            return [eye, "lexical", "definitions"] if eye else ["lexical", "definitions"]
         if by not in get_args(Find):
             raise UsageError(f"'{by}' is no way to find", "", f"use one of {', '.join(get_args(Find))}")
         if by not in self.scorers:
             missing = "sentence encoder" if by == "semantic" else "index of attention heads"
             raise UsageError(f"cannot find by '{by}'", f"there is no {missing}", "use lexical or fused")
         return [by]
+
+    def _whole_definition(self, passage: Passage) -> Passage:
+        """A passage found because it defines what is asked for, as the definition with its body."""
+        if not passage.parts.get("definitions"):
+            return passage
+        begin, end = definition_range(self.outlines[passage.document].text, passage.focus[0])
+        return replace(passage, begin=begin, end=end)
 
     def _passage(self, block: int, scores: np.ndarray, parts: dict[str, np.ndarray]) -> Passage:
         first = int(self._firsts[block])
