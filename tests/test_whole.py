@@ -15,6 +15,7 @@ from longchat_cli.ask import Answer, Request, ask
 from longchat_cli.documents import Collection, Document
 from longchat_cli.documents.document import Mark
 from longchat_cli.errors import UsageError
+from longchat_cli.pages import Store
 from longchat_cli.prompt import Text
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal import Console, Interrupts
@@ -71,13 +72,11 @@ def test_parts_end_with_places_from_half_full_on() -> None:
     assert [(part.begin // 26, (part.end + 25) // 26) for part in cut] == [(0, 3), (3, 6), (6, 9), (9, 12)]
 
 
-def test_items_of_all_lists_are_joined_without_loss() -> None:
+def test_items_of_all_lists_are_joined_and_strange_ones_left_out() -> None:
     cut = whole.parts([BOOK], count, 60)
-    lists = ["- Dover\n- Essen.", "1. dover\n2. Cadiz", "none"]
+    lists = ["- Dover\n- Essen.\n- Madrid", "1. dover\n2. Cadiz", "none"]
     notes = [Note(part, text) for part, text in zip(cut, lists, strict=False)]
-    found = whole.items(whole.useful(notes), [BOOK])
-    assert [entry["item"] for entry in found] == ["Dover", "Essen", "Cadiz"]
-    assert [place["line"] for place in found[0]["places"]] == [1, BOOK.locate(cut[1].begin, cut[1].end).line]
+    assert whole.items(whole.useful(notes), [BOOK]) == (["Dover", "Essen", "Cadiz"], 1)
 
 
 @pytest.mark.parametrize("text", ["none", "None.", "- nothing", "", "N/A", "No"])
@@ -151,7 +150,7 @@ class Run:
             raise AssertionError("no passages are to be found")
 
         self.notes, self.said = 0, ""
-        settings = {"mode": "auto", "sampling": Sampling(max_tokens=64), **request}
+        settings = {"mode": "auto", "sampling": Sampling(max_tokens=64), "store": Store(), **request}
         asked = Request(questions, **settings)
         emit: list[str] = []
         answers = list(
@@ -250,3 +249,8 @@ def test_a_second_interrupt_leaves_but_keeps_the_notes(run: Run) -> None:
         run("List all towns.", interrupts=Pressed(150, leave=True))
     (again,) = run("List all towns.")
     assert sum(note["kept"] for note in again.notes) > 0
+
+
+def test_without_a_store_nothing_is_kept(run: Run, tmp_path: Path) -> None:
+    run("List all towns.", store=None)
+    assert not (tmp_path / "cache").exists()
