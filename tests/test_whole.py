@@ -207,7 +207,7 @@ def test_mode_whole_reads_all_for_any_question(run: Run) -> None:
 
 
 def test_a_text_that_fits_the_window_is_read_at_once(run: Run) -> None:
-    (answer,) = run("List all towns.", mode="whole", window=8192)
+    (answer,) = run("List all towns.", mode="whole", window=8192, store=None)
     assert answer.method == "full"
 
 
