@@ -97,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BaseException as error:
         signals.finish()
+        debug = debug or bool(os.environ.get("LONGCHAT_DEBUG"))  # a configuration file may have said so
         code = _explain(error, signals.interrupted, debug)
         _abandon_stdout()
     if arguments is None:

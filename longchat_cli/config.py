@@ -6,8 +6,6 @@ import os
 import re
 from pathlib import Path
 
-import platformdirs
-
 from longchat_cli.errors import UsageError
 
 APP = "longchat"
@@ -16,22 +14,22 @@ _UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20
 
 def data_dir() -> Path:
     """Models and sessions: $LONGCHAT_DATA_DIR, else the platform's data directory (XDG_DATA_HOME)."""
-    return _directory("LONGCHAT_DATA_DIR", platformdirs.user_data_path(APP))
+    return _directory("LONGCHAT_DATA_DIR", "data")
 
 
 def cache_dir() -> Path:
     """Converted weights and KV states, safe to delete: $LONGCHAT_CACHE_DIR, else XDG_CACHE_HOME."""
-    return _directory("LONGCHAT_CACHE_DIR", platformdirs.user_cache_path(APP))
+    return _directory("LONGCHAT_CACHE_DIR", "cache")
 
 
 def config_dir() -> Path:
     """The user's configuration file: $LONGCHAT_CONFIG_DIR, else XDG_CONFIG_HOME."""
-    return _directory("LONGCHAT_CONFIG_DIR", platformdirs.user_config_path(APP))
+    return _directory("LONGCHAT_CONFIG_DIR", "config")
 
 
 def state_dir() -> Path:
     """Histories and logs: $LONGCHAT_STATE_DIR, else XDG_STATE_HOME."""
-    return _directory("LONGCHAT_STATE_DIR", platformdirs.user_state_path(APP))
+    return _directory("LONGCHAT_STATE_DIR", "state")
 
 
 def private(directory: Path) -> Path:
@@ -74,5 +72,9 @@ def format_bytes(count: int) -> str:
     raise AssertionError
 
 
-def _directory(variable: str, default: Path) -> Path:
-    return Path(os.environ[variable]).expanduser() if os.environ.get(variable) else default
+def _directory(variable: str, kind: str) -> Path:
+    if os.environ.get(variable):
+        return Path(os.environ[variable]).expanduser()
+    import platformdirs  # not for `--help`
+
+    return Path(getattr(platformdirs, f"user_{kind}_path")(APP))

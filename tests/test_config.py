@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -27,7 +28,9 @@ Run = Callable[..., Result]
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user file of an own configuration directory; the working directory is an empty one."""
     monkeypatch.setenv("LONGCHAT_CONFIG_DIR", str(tmp_path / "config"))
-    for name in [name for name in os.environ if name.startswith(("LONGCHAT_ASK", "LONGCHAT_MODEL"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("LONGCHAT_ASK", "LONGCHAT_MODEL", "LONGCHAT_NO"))
+    ]:
         monkeypatch.delenv(name)
     (tmp_path / "config").mkdir()
     (tmp_path / "work" / "below").mkdir(parents=True)
@@ -103,13 +106,22 @@ def test_global_options(user: Path) -> None:
         assert root.meta["quiet"] is True
 
 
+@pytest.mark.parametrize("text", ["debug = true", "[ask]\ndebug = true"])
+def test_debug_shows_the_traceback(user: Path, text: str) -> None:
+    user.write_text(text)
+    command = [sys.executable, "-m", "longchat_cli", "ask", "none.txt", "q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 66
+    assert "Traceback" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
         ("[ask", "not valid TOML"),
         ("a = 1\na = 2", "not valid TOML"),
         ("x = " + "[" * 100_000, "not valid TOML"),
-        ("modle = 'x'", "no setting modle; did you mean model?"),
+        ("temprature = 1", "no setting temprature; did you mean temperature?"),
         ("[aks]\nmodel = 'x'", "no [aks]; did you mean ask?"),
         ("[ask]\nmax_tokens = 3", "did you mean max-tokens?"),
         ("[ask]\nmax-tokens = 'many'", "not a size"),

@@ -17,8 +17,8 @@ from longchat_cli.terminal import Console
 def _set_global(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and param.name:
         ctx.find_root().meta[param.name] = True
-        if param.name == "offline":
-            os.environ["LONGCHAT_OFFLINE"] = "1"
+        if param.name in ("offline", "debug"):  # where they are looked at there is no context
+            os.environ[f"LONGCHAT_{param.name.upper()}"] = "1"
 
 
 def global_options(hidden: bool) -> list[click.Parameter]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 
 import click
 
@@ -10,7 +10,7 @@ from longchat_cli.commands import configured
 from longchat_cli.commands.framework import command
 from longchat_cli.errors import UsageError
 
-FOLDER = files("longchat_cli") / "schemas"
+FOLDER = Path(__file__).parent.parent / "schemas"
 
 
 def complete_schemas(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
