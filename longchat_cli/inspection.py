@@ -84,11 +84,11 @@ def show(report: Mapping[str, Any]) -> str:
 def _memory(name: str, tokens: int, window: int, config: Mapping[str, Any]) -> dict[str, int]:
     from longchat_cli.models.memory import kv_bytes
 
-    held = tokens if (most := _most(name, window)) is None else min(tokens, most)
+    held = tokens if (limit := most(name, window)) is None else min(tokens, limit)
     return {"tokens": held, "bytes": kv_bytes(config, held)}
 
 
-def _most(name: str, window: int) -> int | None:
+def most(name: str, window: int, options: Mapping[str, Any] | None = None) -> int | None:
     """Tokens that a method holds at most, whatever it read; None where that grows with the text."""
     cls = method_class(name)
     fields = dataclasses.fields(cls)
@@ -97,7 +97,8 @@ def _most(name: str, window: int) -> int | None:
     if cls.keeps.startswith("every token") or not any(field.metadata.get("budget") for field in fields):
         return None
     holding = [field.name for field in fields if field.metadata.get("budget") or field.name == "sinks"]
-    return sum(getattr(cls(), option) for option in holding)
+    method = cls.build(options or {})
+    return sum(getattr(method, option) for option in holding)
 
 
 def _sizes(memory: Mapping[str, Mapping[str, int]]) -> Iterator[str]:

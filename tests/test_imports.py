@@ -26,7 +26,7 @@ LAYERS = [
     {"tokens", "constrain", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
     {"local", "prefix", "recall"},
     {"citations", "sources", "attribution", "whole"},
-    {"ask", "chat", "evaluation", "doctor", "inspection", "benchmark"},
+    {"ask", "chat", "evaluation", "doctor", "inspection", "estimate", "benchmark"},
     {"repl"},
     {"cli", "commands", "__main__"},
 ]

@@ -12,6 +12,7 @@ from longchat_cli.attention import METHODS
 from longchat_cli.commands.context import (
     current_console,
     engine_opener,
+    estimate,
     finder_maker,
     page_store,
     read,
@@ -25,6 +26,7 @@ from longchat_cli.commands.options import (
     Name,
     cache_options,
     complete_files,
+    estimate_option,
     log_option,
     model_options,
     reading_options,
@@ -98,6 +100,7 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
 @log_option
 @reading_options
 @cache_options
+@estimate_option
 @model_options
 @sampling_options(temperature=0.0, top_p=1.0, max_tokens=256)
 def ask(
@@ -141,6 +144,9 @@ def ask(
     collection = read(names, console, reading(params))
     require_all(collection, params["strict"])
     opener = engine_opener(take(params, MODEL), console)
+    if params["estimate"]:
+        estimate(opener, collection, (method, method_options), sampling.max_tokens, params, console)
+        return
     if params["quote"]:
         _quote_all(opener, collection, request, console, output, as_json)
         return

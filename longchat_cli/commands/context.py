@@ -123,6 +123,39 @@ def page_store(params: dict[str, Any], names: Sequence[str], console: Console) -
     return Store(budget=params["cache_size"], console=console, about=about, least=0 if wanted else SMALL)
 
 
+def estimate(
+    opener: Open,
+    collection: Collection,
+    asked: tuple[str, dict[str, Any]],
+    room: int,
+    params: dict[str, Any],
+    console: Console,
+) -> None:
+    """Print what reading will cost under a method with its options; `room`: tokens of question and answer."""
+    import shutil
+
+    from longchat_cli import estimate as estimating
+    from longchat_cli.config import cache_dir, private
+    from longchat_cli.errors import Unavailable
+    from longchat_cli.models import load
+    from longchat_cli.recall.semantic import Encoder
+
+    engine: Any = opener("full", {})
+    ids = [id for document in collection.documents for id in engine.tokenizer.encode(document.text)]
+    name, options = asked
+    if name == "auto":
+        name = "full" if len(ids) + room <= engine.info.window else "recall"
+    try:
+        encode = Encoder(load.find_encoder(console.notice)).encode
+    except Unavailable:
+        encode = None
+    config = load.find(params["model"], console.notice).config
+    disk = min(params["cache_size"], shutil.disk_usage(private(cache_dir())).free)
+    with console.progress("measuring"):
+        report = estimating.compare(collection.documents, ids, (name, options), engine, config, encode, disk)
+    click.echo(report)
+
+
 def finder_maker(console: Console, store: Store | None) -> MakeFinder:
     """Finds passages with the engine that reads them; indexes are kept in `store`."""
     from longchat_cli import ask as asking

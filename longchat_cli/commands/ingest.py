@@ -11,6 +11,7 @@ from longchat_cli.attention import METHODS
 from longchat_cli.commands.context import (
     current_console,
     engine_opener,
+    estimate,
     finder_maker,
     page_store,
     read,
@@ -23,6 +24,7 @@ from longchat_cli.commands.options import (
     Name,
     Size,
     complete_files,
+    estimate_option,
     model_options,
     reading_options,
     take,
@@ -62,6 +64,7 @@ from longchat_cli.terminal import Interrupts
     show_default="10GiB",
     help="Most that is kept, of all texts.",
 )
+@estimate_option
 @reading_options
 @model_options
 def ingest(names: tuple[str, ...], method: str, method_options: dict[str, Any], **params: Any) -> None:
@@ -89,6 +92,9 @@ def ingest(names: tuple[str, ...], method: str, method_options: dict[str, Any], 
         store=store,
     )
     opener = engine_opener(take(params, MODEL), console)
+    if params["estimate"]:
+        estimate(opener, collection, (method, method_options), params["max_tokens"], params, console)
+        return
     start = time.perf_counter()
     for _ in asking.ask(
         opener, finder_maker(console, store), collection, request, lambda text: None, console, Interrupts()

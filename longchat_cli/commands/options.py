@@ -172,6 +172,9 @@ cache_options = _stack(
     ),
 )
 log_option = click.option("--no-log", is_flag=True, help="Keep no copy of the answer for `longchat logs`.")
+estimate_option = click.option(
+    "--estimate", is_flag=True, help="Say what reading will cost in time, memory and disk, and end there."
+)
 SAMPLERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
 MODEL = ("model", "device", "dtype", "quantize", "kernel", "compile")
 
