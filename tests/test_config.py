@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 import subprocess
 import sys
@@ -159,12 +158,22 @@ def test_help_and_config_path_come_whatever_the_file(user: Path) -> None:
 
 
 def test_what_a_project_may_not_set(user: Path, project: Path) -> None:
-    for text in ("[ask]\noutput = '/tmp/x'", "output = '/tmp/x'", "offline = false"):
+    for text in (
+        "[ask]\noutput = '/tmp/x'",
+        "output = '/tmp/x'",
+        "offline = false",
+        "[bench.speed]\njson = '/tmp/x'",
+        "plot = '/tmp'",
+    ):
         project.write_text(text)
         assert isinstance(run("methods").exception, BadConfig)
         user.write_text(text)
         project.unlink()
         assert run("methods").exit_code == 0
+        user.unlink()
+    project.write_text("[ask]\nschema = 'a.json'\njson = true\n[methods]\ndata = 'b.txt'\n")
+    assert run("methods").exit_code == 0
+    assert run("config", "set", "--project", "ask.output", "x").exception
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives a file away")

@@ -104,7 +104,7 @@ def set_(key: str, values: tuple[str, ...], project: bool) -> None:
     """Set a key; several values for an option that can be repeated."""
     file = _file(project)
     path, options, names = _target(key)
-    if project and names[-1] in configured.UNTRUSTED:
+    if project and not all(map(configured.for_projects, options)):
         raise UsageError(f"{key} cannot be set for a project", "", "set it in the user file")
     value = _parsed(options[0], values)
     configured.convert(options[0], Value(value, "config set"))

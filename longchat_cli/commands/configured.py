@@ -21,9 +21,8 @@ from longchat_cli.settings import File
 
 Path = tuple[str, ...]
 """Names of commands, ("models", "list"); () is the top of a file."""
-UNTRUSTED = ("output", "offline")
-"""Keys a project file may not set: it comes with a folder from who knows where, and must neither choose a
-file that is written over nor open the network that its user closed."""
+_ONLY_READ = {"data", "peer-models", "schema"}
+"""Options that name files and write none."""
 
 
 @dataclass(frozen=True)
@@ -163,16 +162,25 @@ def _check_value(
     key = ".".join(where)
     if not takers:
         raise BadConfig(f"{file}: there is no setting {key}", "", meant(where[-1], known))
-    if file.kind == "project" and where[-1] in UNTRUSTED:
-        raise BadConfig(f"{file}: {key} cannot be set for a project", "", "set it in the user file")
     errors = []
     for option in takers:
         try:
             convert(option, Value(value, str(file)))
         except BadConfig as error:
             errors.append(error)
+            continue
+        if file.kind == "project" and not for_projects(option):
+            raise BadConfig(f"{file}: {key} cannot be set for a project", "", "set it in the user file")
     if len(errors) == len(takers):
         raise errors[0]
+
+
+def for_projects(option: click.Option) -> bool:
+    """Whether a project file may set it. That comes with a folder from who knows where, and must neither name
+    a file that is written over nor open the network that its user closed."""
+    key = key_of(option)
+    writes = option.metavar in ("FILE", "DIR") and key not in _ONLY_READ
+    return not writes and key != "offline"
 
 
 def meant(name: str, names: Iterable[str]) -> str:
