@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longchat_cli import attention, whole
+from longchat_cli.citations import Range
 from longchat_cli.documents import Collection, Document, is_remote
 from longchat_cli.engine import Engine, Progress
 from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageError
 from longchat_cli.pages import Store
 from longchat_cli.prompt import Message, Prompt, Text
 from longchat_cli.sampling import Sampling
-from longchat_cli.sources import Range, Sources, place, tokens_read
+from longchat_cli.sources import Sources, place, tokens_read
 from longchat_cli.terminal import Console, Interrupts
 from longchat_cli.terminal_text import Sanitizer
 
@@ -670,7 +671,7 @@ def local_finder(
     if chosen.find == "attention":
         heads = _attention_index(engine, documents, console, store)
     with console.progress("indexing") as bar:
-        ranker = Ranker(documents, engine.tokenizer, encoder, heads, store, bar)
+        ranker = Ranker(documents, engine.tokenizer, encoder, heads, store, bar, engine.info.fingerprint)
     default = ReadingPlan()
     plan = ReadingPlan(
         chosen.passages or default.passages,

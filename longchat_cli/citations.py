@@ -22,11 +22,15 @@ from longchat_cli.recall.passages import ABBREVIATION, split_sentences
 from longchat_cli.wording import Word
 
 Verdict = Literal["verified", "mentions", "not found"]
+Range = tuple[int, int, int]
+"""Number of a document, begin and end in characters."""
 
 WINDOW = 40
 """Terms are mentioned where they stand within about this many words of each other."""
 SHARE = 0.6
 """Of a sentence's different words that a mention has at least, names and numbers all."""
+TELLING = 8
+"""Of a sentence's words so many of the rarest are looked for together."""
 TRIED = 200
 """Places looked at for one sentence: more than this many equal quotes are not compared."""
 RARE = 64
@@ -146,11 +150,10 @@ class Checker:
         self._order = np.argsort(self._keys, kind="stable")
         self._first = np.searchsorted(self._keys[self._order], np.arange(len(self._ids) + 1))
 
-    def check(self, answer: str, read: Sequence[tuple[int, int, int]] = ()) -> list[Citation]:
+    def check(self, answer: str, read: Sequence[Range] = ()) -> list[Citation]:
         """One citation per sentence of `answer` that says anything, in order.
 
-        Of several equal places the first in `read` is taken: (document, begin, end) of the passages that
-        were read.
+        Of several equal places the first in `read` is taken, the passages that were read.
         """
         bounds, _ = split_sentences(answer)
         found = []
@@ -161,9 +164,7 @@ class Checker:
                 found.append(self._judge(statement, begin, end, read))
         return found
 
-    def _judge(
-        self, statement: _Statement, begin: int, end: int, read: Sequence[tuple[int, int, int]]
-    ) -> Citation:
+    def _judge(self, statement: _Statement, begin: int, end: int, read: Sequence[Range]) -> Citation:
         quotes = [self._place(first, last) for first, last in self._quotes(statement)]
         if quotes:
             inside = (
@@ -172,7 +173,7 @@ class Checker:
             number, low, high = next(inside, quotes[0])
             exact = _plain(self.documents[number].text[low:high]) == _plain(statement.text)
             return Citation(begin, end, "verified", exact, number, low, high)
-        mention = self._mention(statement)
+        mention = self._mention(statement, read)
         if mention is None:
             return Citation(begin, end, "not found")
         return Citation(begin, end, "mentions", False, *self._place(*mention))
@@ -351,32 +352,40 @@ class Checker:
 
     # Mentions
 
-    def _mention(self, statement: _Statement) -> tuple[int, int] | None:
-        """First and last word where most of the statement's stand together, names and numbers all."""
-        keys = list(dict.fromkeys(statement.keys))
-        sizes = {key: len(self._postings(key)) for key in keys}
-        if not all(sizes[key] for key in statement.names):
-            return None
-        chosen = sorted((key for key in keys if sizes[key]), key=lambda key: sizes[key])[:8]
-        if not chosen:
-            return None
-        bucket = self._densest(chosen)
-        window = np.arange(max(bucket - 1, 0) * WINDOW, min((bucket + 1) * WINDOW, len(self._keys)))
-        wanted = np.array([self._ids[key] for key in keys if sizes[key]])
-        hits = window[np.isin(self._keys[window], wanted)]
-        seen = {int(id) for id in self._keys[hits]}
-        if len(seen) < SHARE * len(keys) or not all(self._ids[name] in seen for name in statement.names):
-            return None
-        return int(self._at[hits[0]]), int(self._at[hits[-1]])
+    def _mention(self, statement: _Statement, read: Sequence[Range]) -> tuple[int, int] | None:
+        """First and last word where most of the statement's stand together, names and numbers all.
 
-    def _densest(self, keys: Sequence[str]) -> int:
-        """The stretch of `WINDOW` keys that, with the one before it, has most of `keys`, by rarity."""
+        What was `read` is looked at first.
+        """
+        keys = list(dict.fromkeys(statement.keys))
+        known = [key for key in keys if len(self._postings(key))]
+        if not known or not statement.names <= set(known):
+            return None
+        wanted = np.array([self._ids[key] for key in known])
+        names = {self._ids[name] for name in statement.names}
+        for low, high in [*map(self._within, read), self._densest(known)]:
+            hits = np.flatnonzero(np.isin(self._keys[low:high], wanted)) + low
+            seen = {int(id) for id in self._keys[hits]}
+            if len(seen) >= SHARE * len(keys) and names <= seen:
+                return int(self._at[hits[0]]), int(self._at[hits[-1]])
+        return None
+
+    def _within(self, place: Range) -> tuple[int, int]:
+        """The keys of a range of a document, from and to."""
+        number, begin, end = place
+        words = np.searchsorted(self._begins, [self._starts[number] + begin, self._starts[number] + end])
+        low, high = np.searchsorted(self._at, words).tolist()
+        return low, high
+
+    def _densest(self, keys: Sequence[str]) -> tuple[int, int]:
+        """From and to of twice `WINDOW` keys that have most of the rarest of `keys`, weighed by rarity."""
         score = np.zeros(len(self._keys) // WINDOW + 2)
-        for key in keys:
+        for key in sorted(keys, key=lambda key: len(self._postings(key)))[:TELLING]:
             postings = self._postings(key)
             buckets = np.unique(postings // WINDOW)
             score[np.union1d(buckets, buckets + 1)] += np.log1p(len(self._keys) / len(postings))
-        return int(score.argmax())
+        best = int(score.argmax())
+        return max(best - 1, 0) * WINDOW, min((best + 1) * WINDOW, len(self._keys))
 
 
 def _small(words: Sequence[Word]) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from longchat_cli.citations import Checker
+from longchat_cli.citations import Checker, Range
 from longchat_cli.documents import Document, Location
 from longchat_cli.prompt import Prompt, Region
 from longchat_cli.recall.passages import split_sentences
@@ -19,9 +19,6 @@ MOST = 3
 LEAST = 0.1
 """Share of the attention to documents from which a passage is named."""
 EXCERPT = 60
-
-Range = tuple[int, int, int]
-"""Number of a document, begin and end in characters."""
 
 
 class Sources:

@@ -155,6 +155,21 @@ def test_of_equal_places_the_one_that_was_read_is_cited() -> None:
     assert (first.source_begin, read.source_begin) == (0, 81)
 
 
+def test_a_mention_in_what_was_read_goes_before_a_better_one() -> None:
+    text = (
+        "The miller, an old man, sold the mill to Pell.\n\n"
+        + "It was late. " * 60
+        + "Did Pell buy an old mill of the miller?"
+    )
+    checker = Checker([Document("note.txt", text)])
+    answer = "Pell bought the mill of the old miller."
+    (first,) = checker.check(answer)
+    (read,) = checker.check(answer, [(0, 0, 47)])
+    assert (first.verdict, read.verdict) == ("mentions", "mentions")
+    assert first.source_begin > 60
+    assert (read.source_begin, read.source_end) == (4, 45)
+
+
 def test_nothing_to_check() -> None:
     assert Checker([]).check("The mill burned.")[0].verdict == "not found"
     assert Checker([Document("empty.txt", "")]).check("The mill burned.")[0].verdict == "not found"
