@@ -18,6 +18,7 @@ from longchat_cli.errors import BadInput, MissingInput, UsageError
 from longchat_cli.pages import Store
 from longchat_cli.recall import lexical
 from longchat_cli.recall.find import Finder
+from longchat_cli.recall.kept import outlines
 from longchat_cli.recall.lexical import BM25, Lexical, parts, stem, words
 from longchat_cli.recall.passages import (
     LONGEST,
@@ -278,8 +279,39 @@ def test_vectors_are_kept_and_used_again(tmp_path: Path) -> None:
     encoder = TwinEncoder()
     again = finder_over_two_documents(encoder=encoder, store=Store(tmp_path / "pages"))
     assert encoder.encoded == 0
-    assert (first.reused, again.reused) == (0, sum(map(len, again.ids)))
+    assert (first.reused, again.reused) == (0, sum(len(outline.tokens) for outline in again.outlines))
     assert again.rank("Which terrier?") == first.rank("Which terrier?")
+
+
+def test_outlines_and_words_are_kept_and_used_again(tmp_path: Path) -> None:
+    class Once(WordTokenizer):
+        used = 0
+
+        def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+            self.used += 1
+            return super().encode_with_offsets(text)
+
+    documents = [
+        Doc("a", FILLER * 9),
+        Doc("empty", ""),
+        Doc("b", "Old Rex, a hound.\n\n" + FILLER),
+        Doc("c", " "),
+    ]
+    tokenizer, store = Once(), Store(tmp_path / "pages")
+    for _ in range(2):
+        made, lexical = outlines(documents, tokenizer, store, "words")
+        fresh, plain = outlines(documents, WordTokenizer())
+        for one, other in zip(made, fresh, strict=True):
+            assert (one.name, one.text) == (other.name, other.text)
+            for field in ("sentences", "blocks", "tokens"):
+                np.testing.assert_array_equal(getattr(one, field), getattr(other, field))
+        for question in ("old rex?", "gull", "zzz", ""):
+            np.testing.assert_array_equal(lexical.score(question), plain.score(question))
+    assert tokenizer.used == len(documents)
+    outlines([*documents[:3], Doc("c", "x")], tokenizer, store, "words")
+    outlines(documents, tokenizer, store, "another")
+    assert tokenizer.used == 3 * len(documents)
+    assert outlines([], tokenizer, store)[0] == outlines([], tokenizer, store)[0] == []
 
 
 class OneTokenHeads:
@@ -297,7 +329,7 @@ class OneTokenHeads:
 
 def test_attention_is_counted_in_tokens_across_documents() -> None:
     plain = finder_over_two_documents()
-    before, after = plain.ids
+    before, after = (outline.tokens for outline in plain.outlines)
     for sentence in (0, 5, 27):  # its first token, with the space before it, is its own
         local = int(plain.outlines[1].first_tokens()[sentence])
         heads = OneTokenHeads(len(before) + local, len(before) + len(after))

@@ -17,8 +17,15 @@ import numpy as np
 from longchat_cli.errors import UsageError
 from longchat_cli.pages import Store
 from longchat_cli.recall.definitions import Definitions, definition_range
-from longchat_cli.recall.kept import Progress, sentence_vectors
-from longchat_cli.recall.lexical import Lexical
+from longchat_cli.recall.kept import (
+    NOTHING,
+    OffsetTokenizer,
+    Progress,
+    Source,
+    joined,
+    outlines,
+    sentence_vectors,
+)
 from longchat_cli.recall.passages import Outline, Passage, ReadingPlan, choose
 from longchat_cli.recall.semantic import Encoder, Semantic
 
@@ -28,25 +35,6 @@ LEXICAL_WEIGHT = 0.5
 """Fused = cosine + 0.5 x lexical^2. Squared, since many shared words are evidence and a few are chance:
 measured on 16k- and 64k-token books, it ranks keys and numbers as surely as 0.2 x lexical does and costs
 questions in other words nothing."""
-
-
-_NOTHING = np.zeros(0, np.int64)
-
-
-class Source(Protocol):
-    """A document: its name and text."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-
-
-class OffsetTokenizer(Protocol):
-    """What the finder needs of the model's tokenizer."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]: ...
 
 
 class HeadsIndex(Protocol):
@@ -68,8 +56,8 @@ class Scorer(Protocol):
 class Finder:
     """An index of documents that ranks their blocks for a question.
 
-    `ids` are the documents' tokens, one list each, for whoever builds a heads index. What the encoder makes
-    is kept in `store` and found there, `reused` tokens of it; `progress` follows the encoder.
+    What is made of them is kept in `store` and found there, `reused` tokens of it; `identity` names the
+    tokenizer, `progress` follows the encoder.
     """
 
     def __init__(
@@ -80,24 +68,20 @@ class Finder:
         heads: HeadsIndex | None = None,
         store: Store | None = None,
         progress: Progress | None = None,
+        identity: str = "",
     ) -> None:
-        self.ids: list[list[int]] = []
-        self.outlines: list[Outline] = []
-        for document in documents:
-            ids, begins = tokenizer.encode_with_offsets(document.text)
-            self.ids.append(ids)
-            self.outlines.append(Outline.of(document.name, document.text, begins))
+        self.outlines, lexical = outlines(documents, tokenizer, store, identity)
         counts = [len(outline.sentences) for outline in self.outlines]
-        self._firsts = _joined([outline.blocks[:-1] for outline in self.outlines], counts)
+        self._firsts = joined([outline.blocks[:-1] for outline in self.outlines], counts)
         self._places = [(d, b) for d, o in enumerate(self.outlines) for b in range(len(o.blocks) - 1)]
         sentences = [o.text[i:j] for o in self.outlines for i, j in o.sentences.tolist()]
         self.scorers: dict[str, Scorer] = {
-            "lexical": Lexical(sentences, self._firsts),
+            "lexical": lexical,
             "definitions": Definitions(sentences),
         }
         self.reused = 0
         if encoder:
-            sizes = np.concatenate([_NOTHING, *(outline.sizes() for outline in self.outlines)])
+            sizes = np.concatenate([NOTHING, *(outline.sizes() for outline in self.outlines)])
             store = store and store.of(int(sizes.sum()), method="recall")
             vectors, self.reused = sentence_vectors(encoder, sentences, sizes, store, progress)
             self.scorers["semantic"] = Semantic(encoder, vectors)
@@ -156,16 +140,10 @@ class _Attention:
 
     def __init__(self, heads: HeadsIndex, tokenizer: OffsetTokenizer, outlines: Sequence[Outline]) -> None:
         self._heads, self._tokenizer = heads, tokenizer
-        self._firsts = _joined([o.first_tokens() for o in outlines], [len(o.tokens) for o in outlines])
+        self._firsts = joined([o.first_tokens() for o in outlines], [len(o.tokens) for o in outlines])
 
     def score(self, question: str) -> np.ndarray:
         return np.maximum.reduceat(self._heads.scores(self._tokenizer.encode(question)), self._firsts)
-
-
-def _joined(indices: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
-    """Indices into several arrays as indices into their concatenation, int64."""
-    starts = np.cumsum([0, *sizes])
-    return np.concatenate([_NOTHING, *map(np.add, indices, starts)])
 
 
 def _fuse(parts: dict[str, np.ndarray]) -> np.ndarray:

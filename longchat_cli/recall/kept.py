@@ -14,13 +14,34 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from longchat_cli.pages import Store, digest
+from longchat_cli.recall.lexical import Lexical
+from longchat_cli.recall.passages import Outline
 
 VERSION = 1
-"""Of how sentences are cut into runs, and of what is kept of them."""
+"""Of how texts are cut, and of what is kept of them."""
 LEAST, MEAN, MOST = 16, 64, 128
 """Sentences of a run."""
 
 Progress = Callable[[int, int], None]
+
+
+NOTHING = np.zeros(0, np.int64)
+
+
+class Source(Protocol):
+    """A document: its name and text."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+class OffsetTokenizer(Protocol):
+    """What the finder needs of the model's tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]: ...
 
 
 class SentenceEncoder(Protocol):
@@ -78,6 +99,57 @@ def sentence_vectors(
     if store:
         store.touch()
     return vectors, reused
+
+
+def outlines(
+    documents: Sequence[Source], tokenizer: OffsetTokenizer, store: Store | None = None, identity: str = ""
+) -> tuple[list[Outline], Lexical]:
+    """Sentences and blocks of every document and the index of their words, one page for all of them.
+
+    `identity` names the tokenizer. They are made anew where anything changed: that takes a second for a book.
+    """
+    texts = [document.text for document in documents]
+    key = digest(identity, VERSION, *map(_bytes, texts)) if store else ""
+    page = store.open(key, "np") if store else None
+    if page is not None:
+        arrays = {name: page.get_tensor(name) for name in page.keys()}  # noqa: SIM118
+        return _outlines_of(documents, arrays), Lexical.of(arrays)
+    made = [Outline.of(d.name, d.text, tokenizer.encode_with_offsets(d.text)[1]) for d in documents]
+    counts = [len(outline.sentences) for outline in made]
+    firsts = joined([outline.blocks[:-1] for outline in made], counts)
+    lexical = Lexical([o.text[i:j] for o in made for i, j in o.sentences.tolist()], firsts)
+    if store and (store := store.of(sum(len(outline.tokens) for outline in made), method="recall")):
+        store.put(key, _save({**lexical.arrays(), **_arrays_of(made)}))
+    return made, lexical
+
+
+_FIELDS = ("sentences", "blocks", "tokens")
+
+
+def _arrays_of(made: Sequence[Outline]) -> dict[str, np.ndarray]:
+    arrays = {}
+    for name in _FIELDS:
+        values = [getattr(outline, name) for outline in made]
+        arrays[f"outline.{name}"] = np.concatenate([NOTHING, *(x.ravel() for x in values)]).astype(np.int32)
+        arrays[f"outline.{name}.counts"] = np.array([x.size for x in values], np.int64)
+    return arrays
+
+
+def _outlines_of(documents: Sequence[Source], arrays: dict[str, np.ndarray]) -> list[Outline]:
+    columns = []
+    for name in _FIELDS:
+        ends = np.cumsum(arrays[f"outline.{name}.counts"])[:-1]
+        columns.append(np.split(arrays[f"outline.{name}"].astype(np.int64), ends))
+    return [
+        Outline(document.name, document.text, sentences.reshape(-1, 2), blocks, tokens)
+        for document, sentences, blocks, tokens in zip(documents, *columns, strict=False)
+    ]
+
+
+def joined(indices: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
+    """Indices into several arrays as indices into their concatenation, int64."""
+    starts = np.cumsum([0, *sizes])
+    return np.concatenate([NOTHING, *map(np.add, indices, starts)])
 
 
 def _load(store: Store, key: str) -> np.ndarray | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -38,6 +39,22 @@ class Lexical:
         self._blocks = BM25(" ".join(sentences[i:j]) for i, j in zip(firsts, ends, strict=True))
         self._sentences = BM25(sentences)
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What `of` makes an equal one of."""
+        indexes = {"blocks": self._blocks, "sentences": self._sentences}
+        held = {f"{name}.{key}": x for name, index in indexes.items() for key, x in index.arrays().items()}
+        return {"spans": self._spans, **held}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> Self:
+        """From `arrays`."""
+        made = cls.__new__(cls)
+        made._spans = arrays["spans"]
+        made._blocks, made._sentences = (
+            BM25.of({key: arrays[f"{name}.{key}"] for key in BM25.KEPT}) for name in ("blocks", "sentences")
+        )
+        return made
+
     def score(self, question: str) -> np.ndarray:
         """Float32 [sentences]."""
         blocks = np.repeat(self._blocks.score(question), self._spans)
@@ -54,16 +71,36 @@ class BM25:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._terms: dict[str, int] = {}
-        self._ids: dict[str, tuple[int, ...]] = {}
+        known: dict[str, tuple[int, ...]] = {}
         terms: list[int] = []
         lengths: list[int] = []
         for text in texts:
             before = len(terms)
             for word in words(text):
-                terms.extend(self._ids.get(word) or self._learn(word))
+                if word not in known:
+                    known[word] = self._learn(word)
+                terms.extend(known[word])
             lengths.append(len(terms) - before)
         self.size = len(lengths)
         self._index(np.array(terms, dtype=np.int64), np.array(lengths, dtype=np.int64))
+
+    KEPT = ("terms", "size", "first", "blocks", "impacts")
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What `of` makes an equal one of."""
+        terms = np.frombuffer("\0".join(self._terms).encode("utf-8", "surrogatepass"), np.uint8)
+        values = (terms, np.array([self.size]), self._first, self._blocks, self._impacts)
+        return dict(zip(self.KEPT, values, strict=True))
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> Self:
+        """From `arrays`."""
+        made = cls.__new__(cls)
+        text = arrays["terms"].tobytes().decode("utf-8", "surrogatepass")
+        made._terms = {term: number for number, term in enumerate(text.split("\0") if text else ())}
+        made.size = int(arrays["size"][0])
+        made._first, made._blocks, made._impacts = (arrays[name] for name in ("first", "blocks", "impacts"))
+        return made
 
     def score(self, question: str) -> np.ndarray:
         """BM25 of each block, float32 [blocks]."""
@@ -78,9 +115,7 @@ class BM25:
         return sorted(self._terms[term] for term in terms if term in self._terms)
 
     def _learn(self, word: str) -> tuple[int, ...]:
-        ids = tuple(self._terms.setdefault(part, len(self._terms)) for part in parts(word))
-        self._ids[word] = ids
-        return ids
+        return tuple(self._terms.setdefault(part, len(self._terms)) for part in parts(word))
 
     def _index(self, terms: np.ndarray, lengths: np.ndarray) -> None:
         blocks = np.repeat(np.arange(self.size), lengths)
