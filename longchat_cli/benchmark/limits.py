@@ -56,12 +56,27 @@ def counting() -> Iterator[Asked]:
 def matrices(decoder: Any) -> list[tuple[int, int]]:
     """(bytes read for one token, weights) of every matrix that a token is multiplied by, the head last."""
     if hasattr(decoder, "blocks"):
-        linears = [x for block in decoder.blocks for x in (block.qkv, block.o, block.gate_up, block.down)]
-        return [*((_bytes(x.packed or x.weights), _count(x.weights)) for x in linears), _of(decoder.head)]
+        # The native library's form of a product serves before torch's packed one, that before the dense one.
+        tiles = getattr(getattr(decoder, "products", None), "tiles", None)
+        products = [
+            (f"layers.{index}.{name}", getattr(block, name))
+            for index, block in enumerate(decoder.blocks)
+            for name in ("qkv", "o", "gate_up", "down")
+        ]
+        inner = [
+            (_bytes(_tiled(tiles, name) or x.packed or x.weights), _count(x.weights)) for name, x in products
+        ]
+        return [*inner, (_bytes(_tiled(tiles, "head") or [decoder.head]), decoder.head.numel())]
     head = decoder.model.get_output_embeddings().weight
     looked_up = decoder.model.get_input_embeddings().weight
     others = (x for x in decoder.model.parameters() if x.dim() > 1 and x is not head and x is not looked_up)
     return [*map(_of, others), _of(head)]
+
+
+def _tiled(tiles: Any, product: str) -> list[Tensor]:
+    """A product's tensors in the native library's form; none where it has none."""
+    named = {} if tiles is None else tiles.tensors
+    return [tensor for name, tensor in named.items() if name.startswith(f"{product}.")]
 
 
 def _of(tensor: Tensor) -> tuple[int, int]:

@@ -36,9 +36,10 @@ def measure(job: Row) -> Row:
     from longchat_cli.benchmark import limits
 
     figures["held"], figures["kept"] = engine.coverage().bytes, limits.kept(engine.decoder)
-    figures["about"] = _about(engine)
+    moved = sum(size for size, _ in limits.matrices(engine.decoder))
+    figures["about"] = _about(engine) | {"step_weights": moved}
     if engine.decoder.device.type == "cpu":
-        size = sum(size for size, _ in limits.matrices(engine.decoder)) + figures["held"]
+        size = moved + figures["held"]
         figures["rates"] = {
             "bytes": size,
             "bytes_per_s": limits.reading(size, job["threads"]),

@@ -139,6 +139,7 @@ def _heading(result: Mapping[str, Any]) -> str:
     ]
     if own := abouts.get(False):
         lines[-1] += f", torch {own['torch']} ({own['cpu_capability']}), {own['model']} in {own['dtype']}"
+        lines.append(f"a decoded token reads {format_bytes(own['step_weights'])} of weights")
         lines += own["notes"]
     if theirs := abouts.get(True):
         waits = "asleep" if any(row["peer"] and row["waits"] for row in rows) else "spinning"
