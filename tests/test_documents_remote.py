@@ -8,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -370,6 +371,41 @@ def test_limits_of_size_and_time_leave_nothing(
             with clone.cloned(Repository(f"file://{repository}"), ("file",)):
                 pass
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_an_interrupt_ends_git_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A git that never ends, with a helper of its own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "tmp").mkdir()
+    git = tmp_path / "bin" / "git"
+    git.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {tmp_path}/pids\nwait\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{git.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+    def interrupt(*_: object) -> None:
+        if (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("\n"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(clone, "_refuse_large", interrupt)
+    with pytest.raises(KeyboardInterrupt), clone.cloned(Repository("https://example.org/a.git")):
+        pass
+    assert list((tmp_path / "tmp").iterdir()) == []
+    for pid in (tmp_path / "pids").read_text().split():
+        assert _is_gone(int(pid))
+
+
+def _is_gone(pid: int) -> bool:
+    """Nobody runs under `pid`; a killed orphan may wait for init to take note of it."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+            os.kill(pid, 0)
+        except (OSError, IndexError):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
