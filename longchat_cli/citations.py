@@ -51,6 +51,8 @@ _LEAD = re.compile(
 _CLAUSE = re.compile(r"[,.;:!?()\[\]{}“”\"…—|]|--|\n[ \t]*\n")
 _STOP = re.compile(r"[.!?…]+[\"'”’)\]_*]*\s|\n[ \t]*\n|[。！？]")
 _BLANK = re.compile(r"\n[ \t]*\n")
+_ROW = re.compile(r"\n[ \t]*[-*•+|][ \t]|\|[ \t]*\n")
+"""Where an item of a list or a row of a table ends."""
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,8 @@ class Checker:
 
     def _ends_sentence(self, index: int) -> bool:
         gap = self._gap(index)
+        if _ROW.search(gap):
+            return True
         if not _STOP.search(gap):
             return False
         after = self._text[int(self._begins[index + 1])] if index + 1 < len(self._begins) else "A"

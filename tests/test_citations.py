@@ -114,6 +114,19 @@ def test_code_is_compared_with_its_operators() -> None:
     assert verdict("def total(items, start=1):", CODE) != "verified"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- Alice: engineer\n- Bob: doctor\n",
+        "| Alice | engineer |\n| Bob | doctor |\n",
+        "* Alice, engineer\n* Bob, doctor",
+    ],
+)
+def test_rows_and_items_are_not_joined(text: str) -> None:
+    assert verdict("Alice: engineer", text) == "verified"
+    assert verdict("engineer Bob", text) != "verified"
+
+
 def test_a_single_word_is_verified_where_it_stands_once() -> None:
     assert verdict("compass", STORY) == "mentions"  # it is asked about
     assert verdict("1851", STORY) == "verified"
