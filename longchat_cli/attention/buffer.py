@@ -30,6 +30,7 @@ class Storage:
         self._tensors: tuple[Tensor, ...] = ()
         self._offset = 0
         self._sharing: weakref.WeakSet[Storage] = weakref.WeakSet([self])
+        self._written = [0]  # shared with copies: how far the memory was ever written
         self._origin = object()  # shared with copies: their common entries are the same
 
     def __len__(self) -> int:
@@ -43,12 +44,14 @@ class Storage:
         return count + 1 + count // 16
 
     def append(self, *new: Tensor) -> None:
-        live, more = len(self), new[0].shape[1]
+        live, more = self.end - self.first, new[0].shape[1]
         behind = self._offset + live
         if not self._tensors or behind + more > self._tensors[0].shape[1] or self._looked_at(behind):
             self._move(self._capacity(live + more), new)
+            behind = live
         for x, added in zip(self._tensors, new, strict=True):
-            x[:, self._offset + live : self._offset + live + more] = added
+            x.narrow(1, behind, more).copy_(added)
+        self._written[0] = behind + more
         self.end += more
 
     def drop_before(self, index: int) -> None:
@@ -89,13 +92,15 @@ class Storage:
 
     def _looked_at(self, at: int) -> bool:
         """Whether another one on this memory holds entries from `at` on: a mark of another branch."""
-        return any(other._offset + len(other) > at for other in self._sharing if other is not self)
+        return at < self._written[0] and any(
+            other._offset + len(other) > at for other in self._sharing if other is not self
+        )
 
     def _move(self, capacity: int, like: Sequence[Tensor]) -> None:
         moved = tuple(x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in like)
         for x, live in zip(moved, self.live(), strict=False):
             x[:, : len(self)] = live
-        self._tensors, self._offset = moved, 0
+        self._tensors, self._offset, self._written = moved, 0, [len(self)]
         self._sharing.discard(self)
         self._sharing = weakref.WeakSet([self])
 
@@ -190,7 +195,7 @@ class KVBuffer(Storage, Buffer):
 
     def append(self, *new: Tensor) -> None:
         self.dtype = new[0].dtype
-        super().append(*(x.to(self.stored or x.dtype) for x in new))
+        super().append(*(new if self.stored is None else (x.to(self.stored) for x in new)))
 
     def parts(self) -> list[tuple[Keys, Keys, int]]:
         return [(self.k, self.v, self.first)] if len(self) else []

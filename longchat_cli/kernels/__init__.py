@@ -14,7 +14,7 @@ from longchat_cli.errors import UsageError
 from longchat_cli.kernels import flash, launch, native, reference, sdpa
 from longchat_cli.kernels.span import Bound, Observe, Rotation, Span
 
-__all__ = ["Bound", "Observe", "Rotation", "Span", "attend", "force", "report", "served"]
+__all__ = ["Bound", "Observe", "Rotation", "Span", "attend", "force", "forced", "report", "served"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,11 @@ def force(name: str | None) -> None:
     if name is not None and name not in names():
         raise UsageError(f"no kernel '{name}'", "", f"choose from {', '.join(names())}")
     _forced = name
+
+
+def forced() -> str | None:
+    """The kernel that `force` chose."""
+    return _forced
 
 
 def attend(

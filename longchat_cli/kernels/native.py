@@ -83,6 +83,18 @@ class _Attention(ctypes.Structure):
     ]
 
 
+_POINTER, _COUNT, _STRIDE = c_void_p, c_int32, c_int64
+_ARGUMENTS: dict[str, list[Any]] = {
+    "linear": [_POINTER, _POINTER, _POINTER, _COUNT, _COUNT],
+    "enter": [*[_POINTER] * 3, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
+    "leave": [*[_POINTER] * 3, _COUNT, _POINTER, _STRIDE, _STRIDE],
+    "attend": [_POINTER],
+    "add_norm": [*[_POINTER] * 5, _COUNT, _COUNT, c_float, _COUNT],
+    "rotate": [*[_POINTER] * 4, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
+    "gated": [*[_POINTER] * 3, _STRIDE, _COUNT, _POINTER],
+}
+
+
 @functools.cache
 def load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
@@ -99,6 +111,9 @@ def load() -> ctypes.CDLL | str:
     if abi != ABI:
         return f"{built.name} belongs to another version: install longchat again"
     library.longchat_isa.restype = ctypes.c_char_p
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, f"longchat_{name}")
+        function.argtypes, function.restype = arguments, None
     return library
 
 
@@ -119,6 +134,12 @@ def library() -> Any:
 def isa() -> str:
     """The instructions that serve: avx512, avx2, neon or portable."""
     return library().longchat_isa().decode()
+
+
+def stamp() -> tuple[int, int]:
+    """What changes when the library is built anew: size and time of its file."""
+    about = Path(library()._name).stat()
+    return about.st_size, about.st_mtime_ns
 
 
 def use(name: str) -> bool:
@@ -159,7 +180,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """As `reference.attend`, in bfloat16 with float32 sums; a row's result does not depend on those beside it.
+    """As `reference.attend`, in bfloat16 with float32 sums; no row's result depends on those beside it.
 
     Bytes: every visible key and value once for each KV head, whatever the number of heads that share it.
     """

@@ -6,8 +6,10 @@ Llama-like architectures are converted here, without transformers; others once, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
@@ -23,7 +25,8 @@ from gguf import GGMLQuantizationType, LlamaFileType
 
 from longchat_cli.config import format_bytes, private
 from longchat_cli.errors import BadInput
-from longchat_cli.models import catalog, vocabulary
+from longchat_cli.kernels import native
+from longchat_cli.models import catalog, tiles, vocabulary
 from longchat_cli.models.fetch import Say, to_stderr
 from longchat_cli.models.files import (
     install_directory,
@@ -36,9 +39,12 @@ from longchat_cli.models.files import (
     write_json,
 )
 from longchat_cli.models.gguf import Gguf
+from longchat_cli.models.native import TILES
 
-FORMAT = 1
+FORMAT = 2
 RECORD = "longchat.json"
+ALIGNMENT = 64
+"""Bytes at whose multiples the tensors of a file begin, as far as their sizes allow: a cache line."""
 GROUP = 32
 """Weights per scale of Q4_0 and Q4_1, and the group size of torch's packed int4 product."""
 
@@ -80,7 +86,7 @@ def ready(path: Path, say: Say = to_stderr) -> Path:
     digest = remembered_sha256(path, catalog.hashes_dir())
     fingerprint = hashlib.sha256(f"{digest}:{FORMAT}".encode()).hexdigest()
     target = catalog.ready_dir() / fingerprint
-    if intact(target) and not _lacks_packed(target):
+    if intact(target) and not _lacks_low_bit(target):
         return target
     with lock(catalog.ready_dir() / f".{fingerprint}.lock"):
         gguf = gguf or Gguf(path)
@@ -89,8 +95,8 @@ def ready(path: Path, say: Say = to_stderr) -> Path:
             with scratch(catalog.ready_dir()) as work:
                 _convert(gguf, private(work / "ready"), {"sha256": digest, "fingerprint": fingerprint})
                 install_directory(work / "ready", target)
-        if _lacks_packed(target):
-            _add_packed(gguf, target)
+        if _lacks_low_bit(target):
+            _add_low_bit(gguf, target)
     return target
 
 
@@ -106,8 +112,13 @@ def intact(directory: Path) -> bool:
     return whole and all(sha256(directory / name) == digest for name, digest in sums.items())
 
 
-def packed_file(directory: Path) -> Path:
-    """The file of packed int4 weights for this CPU; their layout depends on its vector instructions."""
+def low_bit_file(directory: Path) -> Path:
+    """The file of low-bit weights that decoding uses here: tiles for the native library, else torch's int4.
+
+    The layout of the latter depends on the CPU's vector instructions.
+    """
+    if native.missing() is None:
+        return directory / TILES
     return directory / f"packed-{torch.backends.cpu.get_cpu_capability()}.safetensors"
 
 
@@ -125,9 +136,10 @@ def _size(path: Path) -> int:
         return -1
 
 
-def _lacks_packed(directory: Path) -> bool:
+def _lacks_low_bit(directory: Path) -> bool:
     record = read_json(directory / RECORD)
-    return bool(record["packable"]) and packed_file(directory).name not in record["files"]
+    wanted = "tileable" if native.missing() is None else "packable"
+    return bool(record.get(wanted)) and low_bit_file(directory).name not in record["files"]
 
 
 def _convert(gguf: Gguf, target: Path, record: Json) -> None:
@@ -148,6 +160,7 @@ def _convert(gguf: Gguf, target: Path, record: Json) -> None:
             "architecture": gguf.architecture,
             "context_length": gguf.number("context_length"),
             "packable": gguf.architecture in _LLAMA_LIKE and any(_packable(gguf)),
+            "tileable": gguf.architecture in _LLAMA_LIKE and any(_tileable(gguf)),
             "files": {file.name: file.stat().st_size for file in target.iterdir()},
             "sums": {file.name: sha256(file) for file in target.glob("*.json")},
         }
@@ -343,20 +356,24 @@ def _write_weights(gguf: Gguf, config: Json, target: Path) -> None:
             rows = _rows(gguf, name, config).reshape(gguf.rows(name).shape)
             yield torch.from_numpy(gguf.values(rows, name)).to(torch.bfloat16).reshape(shape)
 
-    _write_safetensors(target, dict(names.values()), tensors())
+    _write_safetensors(target, "BF16", dict(names.values()), tensors(), {"format": "pt"})
 
 
 def _write_safetensors(
-    target: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterator[torch.Tensor]
+    target: Path,
+    dtype: str,
+    shapes: dict[str, tuple[int, ...]],
+    tensors: Iterator[torch.Tensor],
+    metadata: dict[str, str],
 ) -> None:
-    """A safetensors file of bfloat16 tensors, streamed: the library's writer wants all of them in memory."""
-    header: Json = {"__metadata__": {"format": "pt"}}
+    """A safetensors file, streamed: the library's writer wants all tensors in memory."""
+    header: Json = {"__metadata__": metadata}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        begin, end = end, end + {"BF16": 2, "U8": 1}[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
     with target.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
@@ -373,11 +390,51 @@ def _packable(gguf: Gguf) -> Iterator[tuple[str, list[str]]]:
                 yield f"layers.{block}.{name}", [tensor.name for tensor in tensors]
 
 
-def _add_packed(gguf: Gguf, target: Path) -> None:
-    """Write the packed weights for this CPU next to a ready form and record them."""
+def _tileable(gguf: Gguf) -> Iterator[tuple[str, list[str]]]:
+    """(product's part, GGUF names) of all products in tiles; rows of one type are a part together."""
+    products = [
+        (f"layers.{block}.{name}", [f"blk.{block}.{part}.weight" for part in parts])
+        for block in range(gguf.number("block_count"))
+        for name, parts in _PACKED.items()
+    ]
+    head = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
+    for product, names in [*products, ("head", [head])]:
+        if not tiles.served([gguf.tensors[name].type for name in names]):
+            continue
+        runs = itertools.groupby(names, key=lambda name: gguf.tensors[name].type)
+        yield from ((f"{product}.{index}", list(run)) for index, (_, run) in enumerate(runs))
+
+
+def _add_low_bit(gguf: Gguf, target: Path) -> None:
+    """Write the low-bit weights for this machine next to a ready form and record them."""
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    file = low_bit_file(target)
+    with storage_errors(f"writing {file}"), scratch(target.parent) as work:
+        write = _write_tiles if native.missing() is None else _write_packed
+        write(gguf, config, work / file.name)
+        (work / file.name).chmod(0o600)
+        size = (work / file.name).stat().st_size
+        (work / file.name).replace(file)
+    record = read_json(target / RECORD)
+    record["files"][file.name] = size
+    write_json(target / RECORD, record)
+
+
+def _write_tiles(gguf: Gguf, config: Json, file: Path) -> None:
+    """Tiles of every part; the file's metadata says what form each has."""
+    parts = {
+        name: tiles.pack([tiles.decode(_rows(gguf, part, config), gguf.tensors[part].type) for part in some])
+        for name, some in _tileable(gguf)
+    }
+    shapes = {name: packed.shape for name, (_, packed) in parts.items()}
+    forms = {name: json.dumps(dataclasses.asdict(form)) for name, (form, _) in parts.items()}
+    _write_safetensors(file, "U8", shapes, (torch.from_numpy(x) for _, x in parts.values()), forms)
+
+
+def _write_packed(gguf: Gguf, config: Json, file: Path) -> None:
+    """torch's int4 form of every product that fits it."""
     from safetensors.torch import save_file
 
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     tensors: dict[str, torch.Tensor] = {}
     for packed, names in _packable(gguf):
         parts = [four_bit(_rows(gguf, name, config), gguf.tensors[name].type) for name in names]
@@ -386,15 +443,7 @@ def _add_packed(gguf: Gguf, target: Path) -> None:
         )
         tensors[f"{packed}.weight"] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         tensors[f"{packed}.scales"] = scales
-    file = packed_file(target)
-    with storage_errors(f"writing {file}"), scratch(target.parent) as work:
-        save_file(tensors, work / file.name)
-        (work / file.name).chmod(0o600)
-        size = (work / file.name).stat().st_size
-        (work / file.name).replace(file)
-    record = read_json(target / RECORD)
-    record["files"][file.name] = size
-    write_json(target / RECORD, record)
+    save_file(tensors, file)
 
 
 def four_bit(rows: np.ndarray, kind: GGMLQuantizationType) -> tuple[torch.Tensor, torch.Tensor]:

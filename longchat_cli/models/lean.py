@@ -17,9 +17,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from longchat_cli.attention.layer import Cache, Layer, Method, places
+from longchat_cli.attention.layer import Cache, Method, places
 from longchat_cli.attention.rope import Rope, default_frequencies
 from longchat_cli.errors import BadInput
+from longchat_cli.kernels import Rotation
 
 ARCHITECTURES = {"llama", "mistral", "qwen2", "qwen3"}
 PACKED_GROUP = 32
@@ -127,6 +128,7 @@ class LeanDecoder:
         self.dim = _head_dim(config)
         self.vocab_size = int(config["vocab_size"])
         self.window = int(config.get("max_position_embeddings") or 2048)
+        self.width, self.hidden = int(config["hidden_size"]), int(config["intermediate_size"])
         self.eps = float(config.get("rms_norm_eps", 1e-6))
         self.embedding = _take(tensors, "model.embed_tokens.weight")
         self.norm = _take(tensors, "model.norm.weight").float()
@@ -135,6 +137,7 @@ class LeanDecoder:
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.rope = rope_of(config).to(self.device)
         self.packed = packed is not None
+        self.products = Products(self)
 
     @classmethod
     def from_dir(
@@ -166,20 +169,8 @@ class LeanDecoder:
     def _run(self, ids: Tensor, cache: Cache, logits: int) -> Tensor:
         # Rows that a method gives up between layers are computed only where their logits are asked for.
         x = self.read(ids, cache, self.layers, every=logits > 1)
-        return self._logits(F.rms_norm(x[len(x) - min(logits, len(x)) :], x.shape[-1:], self.norm, self.eps))
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """float32 logits of normed states x float32 [rows, width].
-
-        bfloat16 products round logits near 25 to steps of 0.125, enough to tie the best ones: for few rows
-        the leading candidates are computed again in float32, for many everything is.
-        """
-        if self.dtype == torch.float32 or x.shape[0] > PACKED_ROWS:
-            return x @ self.head.float().t()
-        rough = (x.to(self.dtype) @ self.head.t()).float()
-        best = rough.topk(min(CANDIDATES, rough.shape[-1]), dim=-1).indices
-        exact = torch.einsum("rcw,rw->rc", self.head[best].float(), x)
-        return rough.scatter(-1, best, exact)
+        x = F.rms_norm(x[len(x) - min(logits, len(x)) :], x.shape[-1:], self.norm, self.eps)
+        return self.products.logits(x)
 
     @torch.inference_mode()
     def read(self, ids: Tensor, cache: Cache, depth: int, every: bool = False) -> Tensor:
@@ -187,34 +178,61 @@ class LeanDecoder:
 
         Of a method that drops rows on the way only the states left come back, unless `every` one is wanted.
         """
+        products = self.products
         x = self.embedding[ids.to(self.device)].float()  # the residual stream stays in float32
         rotation = self.rope.rotation(places(cache.position, len(ids), self.device))
-        for block, layer in zip(self.blocks[:depth], cache.layers, strict=False):
+        for index, layer in enumerate(cache.layers[:depth]):
             assert layer is not None
-            x = x + self._attention(
-                block, layer, self._normed(x, block.attention_norm), rotation, cache.decoding
-            )
-            gate, up = block.gate_up(self._normed(x, block.mlp_norm)).chunk(2, dim=-1)
-            x = x + block.down(F.silu(gate) * up)
+            q, k, v = products.enter(index, x, rotation)
+            x = products.leave(index, x, layer.attend(q, k, v, self.dim**-0.5, cache.decoding))
             if layer.onward is not None and not every:
                 x, rotation = x[layer.onward], rotation.take(layer.onward)
         cache.position = cache.position + len(ids)  # a tensor stays as it is
         return x
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, self.eps).to(self.dtype)
 
-    def _attention(self, block: Block, layer: Layer, x: Tensor, rotation: Any, decoding: bool) -> Tensor:
-        rows = x.shape[0]
-        qkv = block.qkv(x).view(rows, self.heads + 2 * self.kv_heads, self.dim).transpose(0, 1)
-        qk, v = qkv[: self.heads + self.kv_heads], qkv[self.heads + self.kv_heads :]
+class Products:
+    """What a decoder layer does before and after its attention, in torch."""
+
+    def __init__(self, decoder: LeanDecoder) -> None:
+        self.decoder = decoder
+
+    def enter(self, index: int, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """States x float32 [rows, width] -> q [heads, rows, dim], k, v [KV heads, rows, dim], rotated."""
+        d, block, rows = self.decoder, self.decoder.blocks[index], x.shape[0]
+        qkv = block.qkv(self._normed(x, block.attention_norm))
+        qkv = qkv.view(rows, d.heads + 2 * d.kv_heads, d.dim).transpose(0, 1)
+        qk, v = qkv[: d.heads + d.kv_heads], qkv[d.heads + d.kv_heads :]
         if block.q_norm is not None and block.k_norm is not None:
-            q, k = qk[: self.heads], qk[self.heads :]
-            q = F.rms_norm(q, (self.dim,), block.q_norm, self.eps)
-            qk = torch.cat([q, F.rms_norm(k, (self.dim,), block.k_norm, self.eps)])
+            q, k = qk[: d.heads], qk[d.heads :]
+            q = F.rms_norm(q, (d.dim,), block.q_norm, d.eps)
+            qk = torch.cat([q, F.rms_norm(k, (d.dim,), block.k_norm, d.eps)])
         qk = rotation.apply(qk)
-        out = layer.attend(qk[: self.heads], qk[self.heads :], v, self.dim**-0.5, decoding)
-        return block.o(out.transpose(0, 1).reshape(rows, -1))
+        return qk[: d.heads], qk[d.heads :], v
+
+    def leave(self, index: int, x: Tensor, out: Tensor) -> Tensor:
+        """States x and what attention gave, [heads, rows, dim] -> states after the layer, perhaps in x."""
+        block = self.decoder.blocks[index]
+        x = x + block.o(out.transpose(0, 1).reshape(x.shape[0], -1))
+        gate, up = block.gate_up(self._normed(x, block.mlp_norm)).chunk(2, dim=-1)
+        return x + block.down(F.silu(gate) * up)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """float32 logits of normed states x float32 [rows, width].
+
+        bfloat16 products round logits near 25 to steps of 0.125, enough to tie the best ones: for few rows
+        the leading candidates are computed again in float32, for many everything is.
+        """
+        head, dtype = self.decoder.head, self.decoder.dtype
+        if dtype == torch.float32 or x.shape[0] > PACKED_ROWS:
+            return x @ head.float().t()
+        rough = (x.to(dtype) @ head.t()).float()
+        best = rough.topk(min(CANDIDATES, rough.shape[-1]), dim=-1).indices
+        exact = torch.einsum("rcw,rw->rc", head[best].float(), x)
+        return rough.scatter(-1, best, exact)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, self.decoder.eps).to(self.decoder.dtype)
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:

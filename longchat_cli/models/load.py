@@ -183,9 +183,10 @@ def load_decoder(
     """The decoder of a found model: the lean forward where it serves, else transformers.
 
     `device`: auto, cpu, cuda[:n], mps; `dtype`: auto or a name of DTYPES; `quantize`: None, 'none', 'int8' or
-    'nf4' (bitsandbytes). `packed=False` ignores four-bit weights, `lean=False` asks for transformers.
+    'nf4' (bitsandbytes). `packed=False` ignores low-bit weights, `lean=False` asks for transformers.
     Raises BadInput (unknown architecture, damaged weights), UsageError, Unavailable, OutOfMemory.
     """
+    from longchat_cli.models import native
     from longchat_cli.models.lean import LeanDecoder, refuses
 
     device = pick_device(device)
@@ -196,7 +197,10 @@ def load_decoder(
         if quantize in ("int8", "nf4"):
             return _load_transformers(ready, device, kind, quantize)
         if lean and refuses(ready.config) is None:
-            return LeanDecoder.from_dir(ready.path, dtype=kind, device=device, packed=packed)
+            decoder = LeanDecoder.from_dir(ready.path, dtype=kind, device=device, packed=packed)
+            if packed:
+                native.serve(decoder, ready.path, ready.fingerprint)
+            return decoder
         return _load_transformers(ready, device, kind, None)
 
 

@@ -11,41 +11,62 @@ struct Part {
 };
 
 // Logits of one query over `n` keys, scaled.
-inline void logits_of(const uint16_t* q, const uint16_t* const* keys, int n, int dim, float scale, float* to) {
 #if defined(LONGCHAT_AVX512)
-  const int whole = dim / 32;
+// The sums of the lanes of 16 vectors, halving what is left in each of four rounds.
+inline __m512 lane_sums(const __m512 (&sums)[16]) {
+  __m512 pairs[8], fours[4], eights[2];
+  for (int j = 0; j < 8; ++j)
+    pairs[j] = _mm512_add_ps(_mm512_unpacklo_ps(sums[2 * j], sums[2 * j + 1]),
+                             _mm512_unpackhi_ps(sums[2 * j], sums[2 * j + 1]));
+  for (int j = 0; j < 4; ++j) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * j]), b = _mm512_castps_pd(pairs[2 * j + 1]);
+    fours[j] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  for (int j = 0; j < 2; ++j)
+    eights[j] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * j], fours[2 * j + 1], 0x88),
+                              _mm512_shuffle_f32x4(fours[2 * j], fours[2 * j + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88),
+                       _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
+}
+
+template <int WHOLE, bool REST>
+void logits_fixed(const uint16_t* q, const uint16_t* const* keys, int n, float scale, float* to) {
+  __m512bh query[WHOLE + 1];
+  for (int i = 0; i < WHOLE; ++i) query[i] = (__m512bh)_mm512_loadu_si512(q + 32 * i);
+  if (REST) query[WHOLE] = (__m512bh)_mm512_maskz_loadu_epi16(0xffff, q + 32 * WHOLE);
   for (int first = 0; first < n; first += 16) {
     __m512 sums[16];
     const int some = n - first < 16 ? n - first : 16;
     for (int j = 0; j < 16; ++j) {
       const uint16_t* key = keys[first + (j < some ? j : 0)];
-      __m512 sum = _mm512_setzero_ps();
-      for (int i = 0; i < whole; ++i)
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(key + 32 * i),
-                               (__m512bh)_mm512_loadu_si512(q + 32 * i));
-      if (dim % 32)
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_maskz_loadu_epi16(0xffff, key + 32 * whole),
-                               (__m512bh)_mm512_maskz_loadu_epi16(0xffff, q + 32 * whole));
-      sums[j] = sum;
+      sums[j] = _mm512_setzero_ps();
+      for (int i = 0; i < WHOLE; ++i)
+        sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)_mm512_loadu_si512(key + 32 * i), query[i]);
+      if (REST)
+        sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)_mm512_maskz_loadu_epi16(0xffff, key + 32 * WHOLE),
+                                   query[WHOLE]);
     }
-    // Add the lanes of 16 vectors at once, halving what is left in each of four rounds.
-    __m512 pairs[8], fours[4], eights[2];
-    for (int j = 0; j < 8; ++j)
-      pairs[j] = _mm512_add_ps(_mm512_unpacklo_ps(sums[2 * j], sums[2 * j + 1]),
-                               _mm512_unpackhi_ps(sums[2 * j], sums[2 * j + 1]));
-    for (int j = 0; j < 4; ++j)
-      fours[j] = _mm512_add_ps(
-          _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(pairs[2 * j]), _mm512_castps_pd(pairs[2 * j + 1]))),
-          _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(pairs[2 * j]), _mm512_castps_pd(pairs[2 * j + 1]))));
-    for (int j = 0; j < 2; ++j)
-      eights[j] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * j], fours[2 * j + 1], 0x88),
-                                _mm512_shuffle_f32x4(fours[2 * j], fours[2 * j + 1], 0xdd));
-    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88),
-                               _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
-    all = _mm512_mul_ps(all, _mm512_set1_ps(scale));
+    const __m512 all = _mm512_mul_ps(lane_sums(sums), _mm512_set1_ps(scale));
     _mm512_mask_storeu_ps(to + first, static_cast<__mmask16>((1u << some) - 1), all);
   }
+}
+
+template <int WHOLE>
+void logits_whole(const uint16_t* q, const uint16_t* const* keys, int n, int dim, float scale, float* to) {
+  if (dim / 32 != WHOLE) {
+    if constexpr (WHOLE < kMaxDim / 32) logits_whole<WHOLE + 1>(q, keys, n, dim, scale, to);
+  } else if (dim % 32) {
+    logits_fixed<WHOLE, true>(q, keys, n, scale, to);
+  } else {
+    logits_fixed<WHOLE, false>(q, keys, n, scale, to);
+  }
+}
+
+inline void logits_of(const uint16_t* q, const uint16_t* const* keys, int n, int dim, float scale, float* to) {
+  logits_whole<0>(q, keys, n, dim, scale, to);
+}
 #else
+inline void logits_of(const uint16_t* q, const uint16_t* const* keys, int n, int dim, float scale, float* to) {
   float query[kMaxDim];
   for (int i = 0; i < dim; ++i) query[i] = widen(q[i]);
   for (int j = 0; j < n; ++j) {
@@ -55,29 +76,80 @@ inline void logits_of(const uint16_t* q, const uint16_t* const* keys, int n, int
     for (int l = 0; l < 16; ++l) sum += lanes[l];
     to[j] = sum * scale;
   }
-#endif
 }
+#endif
 
-// to[i] = sum over keys of weights[j] values[j][i].
-template <int DIM>
-inline void weigh_fixed(const float* weights, const uint16_t* const* values, int n, int dim, float* to) {
-  // So many sums fit registers.
-  for (int first = 0; first < dim; first += DIM) {
-    float sum[DIM] = {};
-    for (int j = 0; j < n; ++j) {
-      const float w = weights[j];
-      const uint16_t* v = values[j] + first;
-      for (int i = 0; i < DIM; ++i) sum[i] += w * widen(v[i]);
+constexpr int kHeads = 4;  // query heads whose sums fit the registers together
+
+// to[h dim + i] = sum over keys of weights[h][j] values[j][i], for HEADS heads. n is padded to an even number
+// with weights of 0.
+#if defined(LONGCHAT_AVX512)
+template <int HEADS>
+void weigh(const float (*weights)[kKeys + 16], const uint16_t* const* values, int n, int dim, float* to) {
+  // Pairs of weights in bfloat16: one instruction multiplies two keys' values.
+  uint32_t pairs[HEADS][kKeys / 2 + 8];
+  for (int h = 0; h < HEADS; ++h)
+    for (int j = 0; j < n; j += 32)
+      _mm512_storeu_si512(pairs[h] + j / 2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights[h] + j + 16),
+                                                                         _mm512_loadu_ps(weights[h] + j)));
+  for (int first = 0; first < dim; first += 32) {
+    const __mmask32 mask = dim - first < 32 ? 0xffff : 0xffffffff;
+    __m512 even[HEADS], odd[HEADS];
+    for (int h = 0; h < HEADS; ++h) even[h] = odd[h] = _mm512_setzero_ps();
+    for (int j = 0; j < n; j += 2) {
+      const __m512i a = _mm512_maskz_loadu_epi16(mask, values[j] + first);
+      const __m512i b = _mm512_maskz_loadu_epi16(mask, values[j + 1 < n ? j + 1 : j] + first);
+      const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+      for (int h = 0; h < HEADS; ++h) {
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int>(pairs[h][j / 2]));
+        even[h] = _mm512_dpbf16_ps(even[h], low, both);
+        odd[h] = _mm512_dpbf16_ps(odd[h], high, both);
+      }
     }
-    for (int i = 0; i < DIM; ++i) to[first + i] = sum[i];
+    // Unpacking took four channels from each quarter in turn.
+    const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int h = 0; h < HEADS; ++h) {
+      _mm512_storeu_ps(to + h * dim + first, _mm512_permutex2var_ps(even[h], front, odd[h]));
+      if (dim - first >= 32)
+        _mm512_storeu_ps(to + h * dim + first + 16, _mm512_permutex2var_ps(even[h], back, odd[h]));
+    }
   }
 }
+#else
+template <int HEADS>
+void weigh(const float (*weights)[kKeys + 16], const uint16_t* const* values, int n, int dim, float* to) {
+  for (int first = 0; first < dim; first += 16) {
+    float sum[HEADS][16] = {};
+    for (int j = 0; j < n; ++j) {
+      float value[16];
+      for (int i = 0; i < 16; ++i) value[i] = widen(values[j][first + i]);
+      for (int h = 0; h < HEADS; ++h)
+        for (int i = 0; i < 16; ++i) sum[h][i] += weights[h][j] * value[i];
+    }
+    for (int h = 0; h < HEADS; ++h) __builtin_memcpy(to + h * dim + first, sum[h], 64);
+  }
+}
+#endif
 
-inline void weigh(const float* weights, const uint16_t* const* values, int n, int dim, float* to) {
-  if (dim % 64 == 0)
-    weigh_fixed<64>(weights, values, n, dim, to);
-  else
-    weigh_fixed<16>(weights, values, n, dim, to);
+using Weigh = void (*)(const float (*)[kKeys + 16], const uint16_t* const*, int, int, float*);
+constexpr Weigh kWeigh[kHeads] = {weigh<1>, weigh<2>, weigh<3>, weigh<4>};
+
+// Logits to e^(logit - most) in place, with zeros behind them.
+inline Part soften(float* weights, int n) {
+  float most[16], lanes[16] = {}, largest = -__builtin_inff(), total = 0;
+  for (int j = n; j < (n + 31) / 32 * 32; ++j) weights[j] = -__builtin_inff();
+  for (int l = 0; l < 16; ++l) most[l] = -__builtin_inff();
+  for (int j = 0; j < n; j += 16)
+    for (int l = 0; l < 16; ++l) most[l] = weights[j + l] > most[l] ? weights[j + l] : most[l];
+  for (int l = 0; l < 16; ++l) largest = most[l] > largest ? most[l] : largest;
+  for (int j = 0; j < (n + 31) / 32 * 32; j += 16)
+    for (int l = 0; l < 16; ++l) {
+      weights[j + l] = exponential(weights[j + l] - largest);
+      lanes[l] += weights[j + l];
+    }
+  for (int l = 0; l < 16; ++l) total += lanes[l];
+  return {largest, total};
 }
 
 inline int64_t places_of(const LongchatSpan& s) { return s.index ? s.listed : s.keys; }
@@ -128,31 +200,35 @@ void attend(const LongchatAttention* a) {
         keys[j] = span.k + group * span.k_head + at[j] * span.k_key;
         values[j] = span.v + group * span.v_head + at[j] * span.v_key;
       }
-      for (int h = 0; h < share; ++h) {
-        const int64_t head = group * share + h, query = head * a->rows + row;
-        const int64_t place = query * chunks + first_chunk[s] + chunk;
-        float weights[kKeys + 16];
-        if (n) logits_of(span.q + head * span.q_head + row * span.q_row, keys, n, a->dim, a->scale, weights);
-        if (a->softcap > 0)
-          for (int j = 0; j < n; ++j)
-            weights[j] = a->softcap * (2.0f * sigmoid(2.0f * weights[j] / a->softcap) - 1.0f);
-        if (span.observe && (span.observe_rows || row == a->rows - 1)) {
-          float* logit = kept + first_logit[s] + query * span.keys;
-          for (int64_t j = low; j < high; ++j) logit[j] = -__builtin_inff();
-          for (int j = 0; j < n; ++j) logit[at[j]] = weights[j];
+      // The processor foresees no page's beginning and no list's order.
+      for (int j = 0; j < n; ++j)
+        for (int i = 0; i < a->dim; i += 32) {
+          __builtin_prefetch(keys[j] + i);
+          __builtin_prefetch(values[j] + i, 0, 2);
         }
-        float most = -__builtin_inff(), lanes[16] = {};
-        for (int j = 0; j < n; ++j) most = weights[j] > most ? weights[j] : most;
-        for (int j = n; j < n + 15; ++j) weights[j] = -__builtin_inff();
-        for (int j = 0; j < n; j += 16)
-          for (int l = 0; l < 16; ++l) {
-            weights[j + l] = exponential(weights[j + l] - most);
-            lanes[l] += weights[j + l];
+      for (int first = 0; first < share; first += kHeads) {
+        const int some = share - first < kHeads ? share - first : kHeads;
+        alignas(64) float weights[kHeads][kKeys + 16];
+        alignas(64) float found[kHeads * kMaxDim];
+        for (int h = 0; h < some; ++h) {
+          const int64_t head = group * share + first + h, query = head * a->rows + row;
+          float* mine = weights[h];
+          if (n) logits_of(span.q + head * span.q_head + row * span.q_row, keys, n, a->dim, a->scale, mine);
+          if (a->softcap > 0)
+            for (int j = 0; j < n; ++j) mine[j] = a->softcap * (2.0f * sigmoid(2.0f * mine[j] / a->softcap) - 1.0f);
+          if (span.observe && (span.observe_rows || row == a->rows - 1)) {
+            float* logit = kept + first_logit[s] + query * span.keys;
+            for (int64_t j = low; j < high; ++j) logit[j] = -__builtin_inff();
+            for (int j = 0; j < n; ++j) logit[at[j]] = mine[j];
           }
-        float total = 0;
-        for (int l = 0; l < 16; ++l) total += lanes[l];
-        part[place] = {most, total};
-        if (n) weigh(weights, values, n, a->dim, sums + place * a->dim);
+          part[query * chunks + first_chunk[s] + chunk] = n ? soften(mine, n) : Part{-__builtin_inff(), 0};
+        }
+        if (!n) continue;
+        kWeigh[some - 1](weights, values, n, a->dim, found);
+        for (int h = 0; h < some; ++h) {
+          const int64_t query = (group * share + first + h) * a->rows + row;
+          __builtin_memcpy(sums + (query * chunks + first_chunk[s] + chunk) * a->dim, found + h * a->dim, a->dim * 4);
+        }
       }
     }
   };

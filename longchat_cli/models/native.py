@@ -1,0 +1,238 @@
+"""Decoder layers through the native library: a few rows in low-bit products, many on bfloat16 ones.
+
+The same steps as `lean.Products`, which is the reference. For products of a few rows activations become
+int8, with a scale for each 32. One int8 number loses twice as much as bfloat16 does, so each is kept in two:
+that costs a tenth of the products' time, most of which goes into reading the weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from longchat_cli import __version__, kernels
+from longchat_cli.attention import method_class
+from longchat_cli.config import cache_dir
+from longchat_cli.errors import StorageError
+from longchat_cli.kernels import Rotation, native
+from longchat_cli.models import lean
+from longchat_cli.models.fetch import Say, to_stderr
+from longchat_cli.models.files import read_json, write_json
+
+PLANES = 2
+"""int8 numbers that an activation is kept in."""
+DIFFERS = 0.15
+"""Most that logits may differ from torch's, relative to their spread; rounding alone sets them 0.05 apart."""
+TRIAL = (24, 8)
+"""Tokens that the check reads at once, and those that it decodes one by one."""
+TILES = "tiles.safetensors"
+
+
+def serve(decoder: lean.LeanDecoder, path: Path, fingerprint: str, say: Say = to_stderr) -> None:
+    """Give `decoder`, loaded from the ready form `path`, the library's products where they serve it.
+
+    They are compared with torch's once for each model, CPU and version of longchat; the verdict is kept.
+    """
+    reason = _refusal(decoder)
+    if reason is None:
+        file = path / TILES
+        products = NativeProducts(decoder, Tiles(file) if file.exists() else None)
+        difference = _difference(decoder, products, fingerprint)
+        if difference <= DIFFERS:
+            decoder.products = products
+            bits = "low-bit tiles" if products.tiles else "bfloat16 weights"
+            decoder.notes = (f"decoding: native library ({native.isa()}) on {bits}",)
+            return
+        reason = f"its results differ from torch's by {difference:.2f}"
+        say(f"the native library is not used: {reason}; torch decodes, more slowly")
+    decoder.notes = (f"decoding: torch, not the native library: {reason}",)
+
+
+def _refusal(decoder: lean.LeanDecoder) -> str | None:
+    """Why the library cannot serve; None when it can."""
+    if decoder.device.type != "cpu":
+        return "the model is not on the CPU"
+    if decoder.dtype != torch.bfloat16:
+        return f"dtype {decoder.dtype}"
+    if kernels.forced() not in (None, "native"):
+        return f"--kernel {kernels.forced()}"
+    if decoder.dim % 16 or decoder.dim > native.WIDEST:
+        return f"heads of width {decoder.dim}"
+    return native.missing()
+
+
+def _difference(decoder: lean.LeanDecoder, products: NativeProducts, fingerprint: str) -> float:
+    """How far the library's logits are from torch's; remembered."""
+    parts = (fingerprint, __version__, torch.__version__, native.isa(), native.stamp(), TRIAL)
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    file = cache_dir() / "native" / f"{key}.json"
+    known = read_json(file)
+    if isinstance(known, dict) and isinstance(known.get("difference"), float):
+        return known["difference"]
+    difference = _compare(decoder, products)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(file, {"difference": difference})
+    except (OSError, StorageError):
+        pass  # it costs the next start another comparison
+    return difference
+
+
+def _compare(decoder: lean.LeanDecoder, products: NativeProducts) -> float:
+    """The largest distance between the two paths' logits over the steps of a trial, in their spread."""
+    ids = torch.randint(decoder.vocab_size, (sum(TRIAL),), generator=torch.Generator().manual_seed(0))
+    before, asked = decoder.products, kernels.forced()
+    try:
+        found = _trial(decoder, products, ids)
+        kernels.force("sdpa")
+        expected = _trial(decoder, before, ids)
+    finally:
+        decoder.products = before
+        kernels.force(asked)
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((found - expected).norm(dim=-1) / spread).nan_to_num(torch.inf).max())
+
+
+def _trial(decoder: lean.LeanDecoder, products: lean.Products, ids: Tensor) -> Tensor:
+    decoder.products = products
+    cache = decoder.new_cache(method_class("full").build({}))
+    logits = [decoder.forward(ids[: TRIAL[0]], cache)[-1]]
+    cache.decoding = True
+    for index in range(TRIAL[0], len(ids)):
+        logits.append(decoder.forward(ids[index : index + 1], cache)[-1])
+    return torch.stack(logits)
+
+
+class Tiles:
+    """The tiles of a ready form: `parts(product)` as the library's structures, memory-mapped."""
+
+    def __init__(self, file: Path) -> None:
+        with safe_open(file, framework="pt") as handle:
+            self.tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            self.forms = {name: json.loads(form) for name, form in handle.metadata().items()}
+
+    def parts(self, product: str) -> list[native.Linear]:
+        """Empty where the product has no tiles."""
+        names = [f"{product}.{index}" for index in range(3) if f"{product}.{index}" in self.tensors]
+        return [
+            native.Linear(self.tensors[name].data_ptr(), **self.forms[name], planes=PLANES) for name in names
+        ]
+
+
+class NativeProducts(lean.Products):
+    """`lean.Products` with everything but the products of many rows done by the library."""
+
+    def __init__(self, decoder: Any, tiles: Tiles | None) -> None:
+        super().__init__(decoder)
+        self.tiles = tiles  # the structures below point into it
+        d = decoder
+        self.model = native.Model(
+            d.heads, d.kv_heads, d.dim, d.width, d.hidden, 0, torch.get_num_threads(), d.eps
+        )
+        self.kept: list[Tensor] = []  # what only the structures point to
+        self.blocks = [self._block(index, block) for index, block in enumerate(d.blocks)]
+        head = tiles.parts("head") if tiles else []
+        self.head = head[0] if head else _dense([d.head])[0]
+
+    def _block(self, index: int, block: lean.Block) -> native.Block:
+        made = native.Block()
+        for name in ("attention_norm", "mlp_norm"):
+            setattr(made, name, getattr(block, name).data_ptr())
+        for name, tensor in (
+            ("q_norm", block.q_norm),
+            ("k_norm", block.k_norm),
+            ("qkv_bias", block.qkv.bias),
+            ("o_bias", block.o.bias),
+        ):
+            if tensor is not None:
+                self.kept.append(tensor.float().contiguous())
+                setattr(made, name, self.kept[-1].data_ptr())
+        for name in ("qkv", "o", "gate_up", "down"):
+            tiled = self.tiles.parts(f"layers.{index}.{name}") if self.tiles else []
+            parts = tiled or _dense(getattr(block, name).weights)
+            for place, part in enumerate(parts):
+                getattr(made, name)[place] = part
+        return made
+
+    def enter(self, index: int, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        d, rows = self.decoder, len(x)
+        heads = x.new_empty(d.heads + 2 * d.kv_heads, rows, d.dim, dtype=torch.bfloat16)
+        q, k, v = heads.split([d.heads, d.kv_heads, d.kv_heads])
+        to = (*_angles(rotation), q.data_ptr(), k.data_ptr(), v.data_ptr())
+        block = ctypes.byref(self.blocks[index])
+        library, model = native.library(), self._model()
+        if rows <= native.ROWS:
+            library.longchat_enter(model, block, _at(x), rows, *to)
+        else:
+            normed = self._normed(x, d.blocks[index].attention_norm)
+            parts = [normed @ weight.t() for weight in d.blocks[index].qkv.weights]
+            pointers = (ctypes.c_void_p * 3)(*(part.data_ptr() for part in parts))
+            strides = (ctypes.c_int64 * 3)(*(part.stride(0) for part in parts))
+            library.longchat_rotate(model, block, pointers, strides, rows, *to)
+        return q, k, v
+
+    def leave(self, index: int, x: Tensor, out: Tensor) -> Tensor:
+        d, rows = self.decoder, len(x)
+        library, model = native.library(), self._model()
+        if rows <= native.ROWS:
+            if out.stride(-1) != 1:
+                out = out.contiguous()
+            made = ctypes.byref(self.blocks[index])
+            library.longchat_leave(model, made, _at(x), rows, _at(out), *out.stride()[:2])
+            return x
+        block = d.blocks[index]
+        normed = self._normed(x, block.mlp_norm, add=block.o(out.transpose(0, 1).reshape(rows, -1)))
+        gate, up = (normed @ weight.t() for weight in block.gate_up.weights)
+        hidden = torch.empty_like(gate)
+        library.longchat_gated(model, _at(gate), _at(up), gate.stride(0), rows, _at(hidden))
+        self._join(x, block.down(hidden))
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        if len(x) > native.ROWS:
+            return super().logits(x)
+        x = x.contiguous()
+        found = x.new_empty(len(x), self.head.rows)
+        native.library().longchat_linear(
+            ctypes.byref(self.head), _at(x), _at(found), len(x), torch.get_num_threads()
+        )
+        return found
+
+    def _model(self) -> Any:
+        self.model.threads = torch.get_num_threads()
+        return ctypes.byref(self.model)
+
+    def _normed(self, x: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
+        """norm(x) in bfloat16, after `add` has joined x in place."""
+        normed = torch.empty_like(x, dtype=torch.bfloat16)
+        self._add_norm(x, add, weight, normed)
+        return normed
+
+    def _join(self, x: Tensor, add: Tensor) -> None:
+        self._add_norm(x, add, None, None)
+
+    def _add_norm(self, x: Tensor, add: Tensor | None, weight: Tensor | None, out: Tensor | None) -> None:
+        addresses = [None if tensor is None else _at(tensor) for tensor in (add, None, weight, out)]
+        native.library().longchat_add_norm(
+            _at(x), *addresses, *x.shape, self.decoder.eps, torch.get_num_threads()
+        )
+
+
+def _dense(weights: Sequence[Tensor]) -> list[native.Linear]:
+    return [native.Linear(weight.data_ptr(), *weight.shape, 16, 32, 0, 1) for weight in weights]
+
+
+def _at(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _angles(rotation: Rotation) -> tuple[Any, Any, int]:
+    return _at(rotation.cos), _at(rotation.sin), rotation.cos.shape[-1]
