@@ -93,6 +93,15 @@ def test_long_answers(generate, length):
         assert not score.contains(answer[:-1], [answer])
 
 
+@pytest.mark.parametrize("name", GENERATED)
+def test_right_answers_fit(name):
+    """Even with a token for each character of what is asked, and a few words before it."""
+    for case in GENERATED[name](setting(n=10)):
+        for query in case.queries:
+            wanted = " ".join(query.references if query.every else query.references[:1])
+            assert TASKS[name].answer_tokens >= len(wanted) + 16
+
+
 def test_many_keyed_facts():
     case = next(facts.lookalike(setting(60_000, n=500, per_text=500)))
     assert len({query.question for query in case.queries}) == 500

@@ -260,6 +260,17 @@ def test_recall_answers_from_passages_and_has_no_state_to_measure(run):
     assert recall["step"] is None and 0 < recall["bytes"] < full["bytes"]
 
 
+def test_answers_are_as_long_as_the_task_asks_for(run, monkeypatch):
+    """A number of 64 digits was cut at 32 tokens whatever the method."""
+    seen = []
+    generate = LocalEngine.generate
+    monkeypatch.setattr(LocalEngine, "generate", lambda *x: seen.append(x[1].max_tokens) or generate(*x))
+    for given, expected in ((None, [128, 32]), (4, [4, 4])):
+        seen.clear()
+        run("full", "digits@700,needle", n=1, max_tokens=given)
+        assert seen == expected
+
+
 def test_several_questions_over_one_text(run, tmp_path):
     """More of them are all asked, whatever the file has answers to; fewer are those of the whole text."""
     for n in (2, 3, 2):

@@ -37,7 +37,7 @@ from longchat_cli.terminal import Console, Interrupts
 @click.option(
     "--overflow", type=Name(["error", "force"]), default="error", show_default=True, help="As for `ask`."
 )
-@click.option("--max-tokens", type=Size(), default=32, show_default=True, help="Longest answer.")
+@click.option("--max-tokens", type=Size(), help="Longest answer. [default: what the task's answers need]")
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="The same seed gives the same questions."
 )
@@ -77,12 +77,12 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
         data=tuple(map(Path, params["data"])),
         per_text=params["per_text"],
     )
-    request = Request(
-        (), None, method, method_options, params["overflow"], Sampling(max_tokens=params["max_tokens"])
-    )
+    kind = running.find(task)
+    most = kind.answer_tokens if params["max_tokens"] is None else params["max_tokens"]
+    request = Request((), None, method, method_options, params["overflow"], Sampling(max_tokens=most))
     opener = engine_opener(take(params, MODEL), console)
     subject = running.Subject(len)
-    if task not in running.TASKS or running.TASKS[task].needs_model:
+    if kind.needs_model:
         subject = evaluated.subject(opener, request, Console(quiet=True), Interrupts(), params["rank_only"])
     with console.progress(task) as bar:
         result = running.run(task, subject, options, bar or (lambda done, total: None))

@@ -40,7 +40,7 @@ from longchat_cli.errors import UsageError
     shell_complete=complete_files,
     help="A book, LongEval records; repeatable.",
 )
-@click.option("--max-tokens", type=Size(), default=32, show_default=True, help="Longest answer.")
+@click.option("--max-tokens", type=Size(), help="Longest answer. [default: what the task's answers need]")
 @click.option(
     "--output",
     "-o",

@@ -80,7 +80,8 @@ def share(text: str) -> Fraction:
 class Plan:
     """What to measure: `methods` as "NAME option=value ...", `columns` as `Column.parse` reads them.
 
-    `budget` is a share of `length` tokens, the stream has `stream` of them, a column has `n` questions.
+    `budget` is a share of `length` tokens, the stream has `stream` of them, a column has `n` questions, an
+    answer `max_tokens` (None: as many as the task's answers need).
     """
 
     methods: tuple[str, ...]
@@ -91,14 +92,13 @@ class Plan:
     n: int = 20
     seed: int = 0
     data: tuple[Path, ...] = ()
-    max_tokens: int = 32
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("n", "length", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}", "it must be at least 1"
-                )
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}", "it must be at least 1")
 
     def about(self) -> Row:
         """What rows must share to stand in one table."""
@@ -249,7 +249,7 @@ class _Work:
     ) -> None:
         self.open_engine, self.plan, self.engines = open_engine, plan, engines
         self.journal, self.console = journal, console
-        self.sampling = Sampling(max_tokens=plan.max_tokens)
+        self.sampling = Sampling()
 
     def stream(self) -> None:
         """Read all but the last tokens of a stretch of the book, then decode those, teacher-forced."""
@@ -284,6 +284,7 @@ class _Work:
         for text, column in columns.items():
             groups[column.task, column.length][text] = column
         for (task, length), group in groups.items():
+            self.sampling = Sampling(max_tokens=self.plan.max_tokens or TASKS[task].answer_tokens)
             for index, case in enumerate(self._cases(task, length)):
                 self._ask_everyone(index, case, group)
 

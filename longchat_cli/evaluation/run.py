@@ -63,12 +63,14 @@ class Options:
 @dataclass(frozen=True)
 class Task:
     """`run(subject, options, progress)` gives {"samples": [...], "totals": [...]}; `generate` makes the texts
-    of a task that asks questions. Without `needs_model` the subject is not looked at."""
+    of a task that asks questions, `answer_tokens` is room for its right answers and some words around them.
+    Without `needs_model` the subject is not looked at."""
 
     help: str
     run: Callable[[Subject, Options, Progress], dict[str, Any]] = field(repr=False)
     generate: Generator | None = field(default=None, repr=False)
     needs_model: bool = True
+    answer_tokens: int = 32
 
 
 def run(
@@ -78,8 +80,7 @@ def run(
 
     Raises UsageError for an unknown task, impossible options or a text that is too short.
     """
-    if name not in TASKS:
-        raise UsageError(f"there is no task '{name}'", "", f"choose from {', '.join(TASKS)}")
+    task = find(name)
     if (
         options.n < 1
         or min(options.lengths, default=0) < 1
@@ -87,10 +88,17 @@ def run(
     ):
         raise UsageError("lengths, n and questions per text must be at least 1")
     about = {"task": name, "seed": options.seed, "n": options.n, "lengths": list(options.lengths)}
-    return {**about, **TASKS[name].run(subject, options, progress)}
+    return {**about, **task.run(subject, options, progress)}
 
 
-def _asking(help: str, generate: Generator) -> Task:
+def find(name: str) -> Task:
+    """Raises UsageError for an unknown name."""
+    if name not in TASKS:
+        raise UsageError(f"there is no task '{name}'", "", f"choose from {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def _asking(help: str, generate: Generator, answer_tokens: int = 32) -> Task:
     """A task of questions about texts."""
 
     def work(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
@@ -103,7 +111,7 @@ def _asking(help: str, generate: Generator) -> Task:
             raise BadInput("no question could be asked", samples[0]["error"] if samples else "")
         return {"samples": samples, "totals": _totals(samples)}
 
-    return Task(help, work, generate)
+    return Task(help, work, generate, answer_tokens=answer_tokens)
 
 
 def _cases(generate: Generator, subject: Subject, options: Options) -> Iterator[Case]:
@@ -215,9 +223,9 @@ def _repository(subject: Subject, options: Options, progress: Progress) -> dict[
 TASKS: dict[str, Task] = {
     "needle": _asking("one magic number in each text", facts.single),
     "lookalike": _asking("ten magic numbers of different keys in one text", facts.lookalike),
-    "values": _asking("four magic numbers of one key in each text, asked together", facts.values),
-    "uuid": _asking("one magic value of 32 hexadecimal digits in each text", facts.uuids),
-    "digits": _asking("one magic number of 64 digits in each text", facts.digits),
+    "values": _asking("four magic numbers of one key in each text, asked together", facts.values, 96),
+    "uuid": _asking("one magic value of 32 hexadecimal digits in each text", facts.uuids, 96),
+    "digits": _asking("one magic number of 64 digits in each text", facts.digits, 128),
     "varied": _asking("twenty differently worded facts in one text", facts.varied),
     "reworded": _asking("ten facts in one text, asked in other words", facts.reworded),
     "lines": _asking("the value of one line among many (LongEval)", lines.lines),
