@@ -46,6 +46,8 @@ class WatchLayer(FullLayer):
 def attention_paid(engine: Any, mark: Any, answer: Sequence[int]) -> list[float]:
     """How much the tokens `answer` looked at each token read before `mark` was taken; empty if unknown.
 
+    The sum over the KV heads of the last third of layers: lower ones look at places, not at what is said there.
+
     `mark` is a snapshot of `engine` (`local.LocalEngine`) before it answered. It is unknown for methods that
     do not keep every token and for models in other processes. The state of the engine is left as it is.
     """
@@ -57,4 +59,5 @@ def attention_paid(engine: Any, mark: Any, answer: Sequence[int]) -> list[float]
     before = cache.seen
     engine.decoder.forward(torch.tensor(list(answer)), cache)
     seen = [layer.seen_by for layer in cache.own() if isinstance(layer, WatchLayer)]
-    return torch.stack([scores for scores in seen if scores is not None]).sum(dim=0)[:before].tolist()
+    upper = [scores for scores in seen[2 * len(seen) // 3 :] if scores is not None]
+    return torch.stack(upper).sum(dim=0)[:before].tolist()

@@ -47,7 +47,7 @@ def test_equals_the_attention_of_stock_transformers(engine: LocalEngine, path: P
         layers = model(torch.tensor([PROMPT + ANSWER]), output_attentions=True).attentions
     groups = model.config.num_key_value_heads
     expected = torch.zeros(len(PROMPT))
-    for attention in layers:
+    for attention in layers[2 * len(layers) // 3 :]:
         rows = attention[0, :, len(PROMPT) :, : len(PROMPT)].sum(dim=1)
         expected += rows.view(groups, -1, len(PROMPT)).amax(dim=1).sum(dim=0)
     assert torch.allclose(torch.tensor(paid), expected, atol=1e-4)
