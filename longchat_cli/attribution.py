@@ -46,7 +46,7 @@ class WatchLayer(FullLayer):
 def attention_paid(engine: Any, mark: Any, answer: Sequence[int]) -> list[float]:
     """How much the tokens `answer` looked at each token read before `mark` was taken; empty if unknown.
 
-    The sum over the KV heads of the last third of layers: lower ones look at places, not at what is said there.
+    The sum over KV heads of the last third of layers: lower ones look at places, not at what is said there.
 
     `mark` is a snapshot of `engine` (`local.LocalEngine`) before it answered. It is unknown for methods that
     do not keep every token and for models in other processes. The state of the engine is left as it is.
