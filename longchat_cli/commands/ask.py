@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,12 +38,12 @@ from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.terminal import Interrupts, is_tty, open_output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from longchat_cli.ask import Answer, Open, Request
     from longchat_cli.documents import Collection
-    from longchat_cli.logs import Recorder
-    from longchat_cli.terminal import Console
+    from longchat_cli.logs import Entry, Recorder
+    from longchat_cli.terminal import Console, Output
 
 CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer was cut at --max-tokens"}
 
@@ -150,19 +151,35 @@ def ask(
     if params["quote"]:
         _quote_all(opener, collection, request, console, output, as_json)
         return
-    answers = _answer_all(
-        opener,
-        collection,
-        request,
-        console,
-        output,
-        as_json,
-        params["show_prompt"],
-        footnotes,
-        Recorder(params["no_log"], console),
-    )
+    shown = _Shown(output, as_json, bool(footnotes), bool(schema), params["show_prompt"])
+    answers = _answer_all(opener, collection, request, console, shown, Recorder(params["no_log"], console))
     if params["strict_cite"]:
         _require_support(answers)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is printed, and where to. With `json` or a `schema` an answer is not printed as it comes."""
+
+    output: str | None
+    json: bool
+    footnotes: bool
+    schema: bool
+    prompt: bool
+
+    def piece(self, out: Output) -> Callable[[str], None]:
+        """Takes the pieces of an answer."""
+        return (lambda text: None) if self.json or self.schema else out.write
+
+    def whole(self, out: Output, answer: Answer, last: bool) -> None:
+        """Print what is not there yet. Raises LongchatError for half a JSON value."""
+        if self.json:
+            out.write(json.dumps(answer.as_json(), ensure_ascii=False) + "\n")
+        if self.schema and answer.stop not in ("eos", "cancelled"):
+            raise LongchatError("the answer is no complete JSON", CUT.get(answer.stop, "--stop ended it"))
+        if not self.json:
+            out.write(answer.answer if self.schema and not answer.cancelled else "")
+            out.write(_ending(answer, self.footnotes, last))
 
 
 def _answer_all(
@@ -170,55 +187,47 @@ def _answer_all(
     collection: Collection,
     request: Request,
     console: Console,
-    output: str | None,
-    as_json: bool,
-    show_prompt: bool,
-    footnotes: bool,
+    shown: _Shown,
     record: Recorder,
 ) -> list[Answer]:
     from longchat_cli import ask as asking
-    from longchat_cli.config import format_bytes
-    from longchat_cli.logs import Entry
 
-    interrupts = Interrupts()
-    show = (
-        (lambda engine, prompt: click.echo(engine.assembler.show(prompt), err=True)) if show_prompt else None
-    )
     answers = []
-    with open_output(output) as out:
-        schema = request.sampling.schema
-        emit = (lambda text: None) if as_json or schema else out.write
-        finders = finder_maker(console, request.store)
+    prompt = _show_prompt if shown.prompt else None
+    finders = finder_maker(console, request.store)
+    with open_output(shown.output) as out:
         for answer in asking.ask(
-            opener, finders, collection, request, emit, console, interrupts, show, _weigh
+            opener, finders, collection, request, shown.piece(out), console, Interrupts(), prompt, _weigh
         ):
             answers.append(answer)
-            record(
-                Entry(
-                    "ask",
-                    answer.model,
-                    answer.method,
-                    answer.question,
-                    answer.answer,
-                    answer.stop,
-                    tuple(answer.documents),
-                )
-            )
-            if as_json:
-                out.write(json.dumps(answer.as_json(), ensure_ascii=False) + "\n")
-            if schema and not answer.cancelled:
-                _require_complete(answer)
-            if not as_json:
-                out.write(answer.answer if schema else "")
-                out.write(_ending(answer, footnotes, last=len(answers) == len(request.questions)))
-            console.notice(answer.evidence())
-            if answer.stop in CUT:
-                console.notice(CUT[answer.stop])
-            held = format_bytes(answer.coverage["bytes"])
-            console.detail(f"{answer.usage} {answer.timings}, {held} of keys and values held")
+            record(_entry(answer))
+            shown.whole(out, answer, last=len(answers) == len(request.questions))
+            _remark(answer, console)
             if answer.cancelled:
                 raise KeyboardInterrupt
     return answers
+
+
+def _show_prompt(engine: Any, prompt: Any) -> None:
+    click.echo(engine.assembler.show(prompt), err=True)
+
+
+def _entry(answer: Answer) -> Entry:
+    from longchat_cli.logs import Entry
+
+    said = (answer.question, answer.answer, answer.stop, tuple(answer.documents))
+    return Entry("ask", answer.model, answer.method, *said)
+
+
+def _remark(answer: Answer, console: Console) -> None:
+    """What an answer rests on, how it ended, and what it took."""
+    from longchat_cli.config import format_bytes
+
+    console.notice(answer.evidence())
+    if answer.stop in CUT:
+        console.notice(CUT[answer.stop])
+    held = format_bytes(answer.coverage["bytes"])
+    console.detail(f"{answer.usage} {answer.timings}, {held} of keys and values held")
 
 
 def _schema(params: dict[str, Any]) -> str:
@@ -235,15 +244,11 @@ def _schema(params: dict[str, Any]) -> str:
 
 def _system(text: str | None, schema: str) -> str | None:
     """The system prompt; with a schema it says so."""
+    if not schema:
+        return text
     from longchat_cli.constrain import instruction
 
-    return "\n".join(filter(None, (text, schema and instruction(schema)))) or None
-
-
-def _require_complete(answer: Answer) -> None:
-    """Half a JSON value is none."""
-    if answer.stop != "eos":
-        raise LongchatError("the answer is no complete JSON", CUT.get(answer.stop, "--stop ended it"))
+    return "\n".join(filter(None, (text, instruction(schema))))
 
 
 def _weigh(engine: Any, mark: Any, ids: Sequence[int]) -> Sequence[float]:
