@@ -37,12 +37,13 @@ _KINDS: dict[Kind, re.Pattern[str]] = {
     "list": re.compile(
         r"^\W*(?:please\s+)?(?:list|enumerate)\b"
         r"|\b(?:name|find|give|show|what are|who are|which)\b.{0,24}\b(?:all|every|each)\b"
-        r"|\bhow many times\b|\bevery (?:mention|occurrence)\b",
+        r"|\bevery (?:mention|occurrence)\b",
         re.IGNORECASE,
     ),
     "change": re.compile(
-        r"\bhow\b.*\b(?:changed?s?|evolved?s?|develops?|developed|grows?|grew|progress(?:es|ed)?)\b"
-        r"|\bthroughout\b|\bover the (?:course|years)\b|\bfrom (?:beginning|start) to (?:end|finish)\b",
+        r"\bhow (?:do|does|did|has|have|is|are|was|were)\b.*\b(?:changed?s?|changing|evolved?s?|evolving)\b"
+        r"|\bhow\b.*\b(?:develop|grow|grew|progress)\w*\b.*\b(?:over|during|throughout|across)\b"
+        r"|\bthroughout the\b|\bfrom (?:beginning|start) to (?:end|finish)\b",
         re.IGNORECASE,
     ),
     "summary": re.compile(

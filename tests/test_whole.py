@@ -41,6 +41,8 @@ BOOK = Document(
         ("How does Ahab change?", "change"),
         ("How did the price of oil develop over the years?", "change"),
         ("Who is the captain of the Pequod?", None),
+        ("How did the plant grow so tall?", None),
+        ("How much change did he get?", None),
         ("What did Elijah say about all this?", None),
         ("How many sails does the mill have?", None),
         ("What does the function parse_args return?", None),
