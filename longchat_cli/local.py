@@ -117,9 +117,6 @@ class LocalEngine:
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
     ) -> tuple[int, int]:
-        if self.cache.foreign:
-            store.console.detail("what was read is not kept: the model has layers of its own")
-            return self.prefill(ids, progress, cancel), 0
         page = -(-PAGE // self.chunk) * self.chunk  # pages end where calls do
         device = self.decoder.device
         identity = {**self._identity(), "chunk": self.chunk, "device": device.type}

@@ -18,6 +18,7 @@ import torch
 
 from longchat_cli import state
 from longchat_cli.attention.layer import Cache
+from longchat_cli.errors import BadInput
 from longchat_cli.pages import Store, digest
 
 HEAVY = 1 / 8
@@ -78,7 +79,12 @@ class Prefix:
         """Keep the state at boundary `at` + 1; `before` is the snapshot at boundary `at`."""
         if self.store.stopped:
             return
-        parts = state.take_apart(cache, before, self._paths)
+        try:
+            parts = state.take_apart(cache, before, self._paths)
+        except BadInput as error:
+            self.store.console.detail(f"what was read is not kept: {error}")
+            self.store.stopped = True
+            return
         self._paths = parts.paths
         name = self._names[at]
         if parts.grew and self.store.find(name) is None:

@@ -22,7 +22,7 @@ from longchat_cli.attention.layer import Cache
 from longchat_cli.errors import BadInput, MissingInput, StorageError
 from longchat_cli.pages import Damaged, read_sealed, write_sealed
 
-FORMAT = 4
+FORMAT = 5
 CPU = torch.device("cpu")
 
 
@@ -30,10 +30,8 @@ def save(path: Path, cache: Cache, about: dict[str, Any], extra: dict[str, Tenso
     """Write `cache` with `about` (JSON: model, method, token ids ...) and `extra` tensors, atomically, 0600.
 
     Raises StorageError when the disk is full or the file cannot be written, BadInput for a model whose own
-    layers keep a state that cannot be saved.
+    layers keep something that cannot be saved.
     """
-    if cache.foreign:
-        raise BadInput("this state cannot be saved", "the model keeps layers of its own (sliding or linear)")
     parts = take_apart(cache)
     header = {"format": FORMAT, "about": about, **parts.skeleton}
     try:
@@ -85,15 +83,21 @@ class Parts:
 
 
 def take_apart(cache: Cache, before: Any = None, paths: frozenset[str] = frozenset()) -> Parts:
-    """The state of `cache`, or what came to it since the snapshot `before`, whose `paths` are in pages."""
+    """The state of `cache`, or what came to it since the snapshot `before`, whose `paths` are in pages.
+
+    Layers that the model keeps itself (sliding, linear) are whole. Raises BadInput where they hold something
+    that cannot be written.
+    """
     packer = _Packer(paths)
     marks = [None] * len(cache.own()) if before is None else before[1]
     layers = [
-        packer.pack(layer.state(), str(index), mark)
+        packer.fields(layer.state(), str(index), mark)
         for index, (layer, mark) in enumerate(zip(cache.own(), marks, strict=True))
     ]
+    foreign = [packer.fields(vars(layer), f"foreign.{index}") for index, layer in _foreign(cache)]
     counters = {"position": cache.position, "skipped": cache.skipped, "text": cache.text.tolist()}
-    return Parts({"layers": layers, **counters}, packer.whole, packer.grew, frozenset(packer.paths))
+    skeleton = {"layers": layers, "foreign": foreign, **counters}
+    return Parts(skeleton, packer.whole, packer.grew, frozenset(packer.paths))
 
 
 def put_together(
@@ -104,16 +108,18 @@ def put_together(
     What grew is added to what `cache` holds now. Raises one of DAMAGE, and then `cache` is as it was.
     """
     unpacker = _Unpacker(whole, grew, device)
-    states = []
+    states: list[tuple[Any, dict[str, Any]]] = []
     for layer, saved in zip(cache.own(), skeleton["layers"], strict=True):
         now = layer.state()
         state = {name: unpacker.unpack(value, now[name]) for name, value in saved.items()}
         if state.keys() != now.keys():
             raise KeyError("layer fields")
-        states.append(state)
+        states.append((layer, state))
+    for (_, layer), saved in zip(_foreign(cache), skeleton["foreign"], strict=True):
+        states.append((layer, {name: unpacker.unpack(value) for name, value in saved.items()}))
     position, skipped = int(skeleton["position"]), int(skeleton["skipped"])
     text = torch.tensor(skeleton["text"], dtype=torch.int64)
-    for layer, state in zip(cache.own(), states, strict=True):
+    for layer, state in states:
         vars(layer).update(state)
     cache.position, cache.skipped, cache.text = position, skipped, text
 
@@ -121,6 +127,10 @@ def put_together(
 def writer(tensors: dict[str, Tensor]) -> Callable[[str, dict[str, str]], None]:
     """How pages are told to write tensors."""
     return lambda name, metadata: save_file(tensors, name, metadata)
+
+
+def _foreign(cache: Cache) -> list[tuple[int, Any]]:
+    return sorted((cache.foreign or {}).items())
 
 
 _PREFIX = "layer."
@@ -139,10 +149,16 @@ class _Packer:
         self.whole: dict[str, Tensor] = {}
         self.grew: dict[str, Tensor] = {}
 
+    def fields(
+        self, values: dict[str, Any], path: str, before: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Of an object: `before` are those it had."""
+        older = before or {}
+        return {name: self.pack(item, f"{path}.{name}", older.get(name)) for name, item in values.items()}
+
     def pack(self, value: Any, path: str, before: Any = None) -> Any:
         if isinstance(value, dict):
-            older = before if isinstance(before, dict) else {}
-            return {name: self.pack(item, f"{path}.{name}", older.get(name)) for name, item in value.items()}
+            return {"map": [[key, self.pack(item, f"{path}.{key}")] for key, item in value.items()]}
         if isinstance(value, (list, tuple)):
             if self._continues(value, path, before):
                 new = range(len(before), len(value))
@@ -153,21 +169,25 @@ class _Packer:
             return {type(value).__name__: self._buffer(value, path, before)}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": None}
         if isinstance(value, Tensor):
             name = f"{_PREFIX}{len(self.whole)}"
             self.whole[name] = value.contiguous().clone()
             return {"tensor": name} if value.device == CPU else {"on device": name}
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise BadInput("this state cannot be saved", f"the model keeps a {type(value).__name__} in it")
         return {"plain": value}
 
     def _buffer(self, value: Storage | PackedBuffer, path: str, before: Any) -> dict[str, Any]:
         older = before.state() if type(before) is type(value) else None
         if not (isinstance(value, Storage) and self._continues(value, path, before)):
-            return self.pack(value.state(), path, older)
+            return self.fields(value.state(), path, older)
         state, held = value.state(), len(before)
         live = state.pop("tensors")
         self.grew |= {f"{path}.{index}": x[:, held:].contiguous() for index, x in enumerate(live)}
         grown = {"grown": [path, len(live), len(value), live[0].device != CPU]}
-        return {**self.pack(state, path), "tensors": grown}
+        return {**self.fields(state, path), "tensors": grown}
 
     def _continues(self, value: Any, path: str, before: Any) -> bool:
         """Whether `value` is `before` and more, and all of `before` is in pages."""
@@ -198,6 +218,10 @@ class _Unpacker:
         ((kind, value),) = saved.items()
         if kind == "list":
             return [self.unpack(item) for item in value]
+        if kind == "map":
+            return {key: self.unpack(item) for key, item in value}
+        if kind == "device":
+            return self.device
         if kind == "tensor":
             return self.whole.get_tensor(value).clone()
         if kind == "on device":

@@ -155,6 +155,27 @@ def test_what_grows_is_kept_once_and_a_bounded_state_stays_small(make: Make, roo
     assert len([name for name in names if "-tip" in name]) == 5, "the 16th, the 32nd and the last three"
 
 
+@pytest.mark.parametrize("name", ["gemma3", "lfm2", "qwen3.5", "gpt-oss"])
+def test_layers_that_the_model_keeps_itself(tokenizer: Tokenizer, root: Path, name: str) -> None:
+    """Sliding, convolutional and linear ones beside full attention."""
+    import tiny
+
+    from longchat_cli.attention.hf import HFDecoder
+
+    decoder = HFDecoder(tiny.fresh(name))
+    info = EngineInfo("tiny", 512, "full", "cpu", "float32", name)
+    ids = tiny.tokens(3 * PAGE + 9).tolist()
+    answers = []
+    for expected in (0, len(ids), None):
+        engine = LocalEngine(decoder, tokenizer, method_class("full").build({}), info, chunk=CHUNK)
+        if expected is None:
+            engine.prefill(ids)
+        else:
+            assert engine.read(ids, Store(root)) == (len(ids), expected)
+        answers.append(answer(engine))
+    assert torch.equal(answers[0], answers[2]) and torch.equal(answers[1], answers[2])
+
+
 def damage(path: Path) -> None:
     with path.open("r+b") as file:
         at = random.randrange(path.stat().st_size)
