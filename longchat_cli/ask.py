@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 from longchat_cli import attention, whole
 from longchat_cli.citations import Range
+from longchat_cli.config import format_bytes
 from longchat_cli.documents import Collection, Document, is_remote
 from longchat_cli.engine import Engine, Progress
 from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageError
+from longchat_cli.models.memory import free_bytes
 from longchat_cli.pages import Store
 from longchat_cli.prompt import Message, Prompt, Text
 from longchat_cli.sampling import Sampling
@@ -514,23 +516,34 @@ class _Session:
         return time.perf_counter() - start, reused
 
     def _watch(self, bar: Progress | None, method: str) -> Progress | None:
-        """Progress that warns, once and as soon as it is known, that the method forgets what it reads."""
-        forgets = attention.method_class(method).forgets
-        if self.warned or forgets.startswith("nothing"):
+        """Progress that warns, once and as soon as it is known, of what the method forgets or cannot hold."""
+        if self.warned:
             return bar
 
         def update(done: int, total: int) -> None:
-            coverage = self.engine.coverage()
-            if coverage.forgotten and not self.warned:
+            if not self.warned and (warning := self._warning(method, done, total)):
                 self.warned = True
-                self.console.warn(
-                    f"{method} sees {coverage.visible:,} of {max(self.total, total):,} tokens at a time; "
-                    f"it forgets {forgets}; `--method recall` finds passages anywhere"
-                )
+                self.console.warn(warning)
             if bar:
                 bar(done, total)
 
         return update
+
+    def _warning(self, method: str, done: int, total: int) -> str | None:
+        """That a method forgets, or needs more memory than is free, `done` of `total` tokens being read."""
+        forgets, state = attention.method_class(method).forgets, self.engine.coverage()
+        if state.forgotten and not forgets.startswith("nothing"):
+            return (
+                f"{method} sees {state.visible:,} of {max(self.total, total):,} tokens at a time; "
+                f"it forgets {forgets}; `--method recall` finds passages anywhere"
+            )
+        needed = state.bytes * (total - done) // max(state.seen, 1)
+        if forgets.startswith("nothing") and needed > (free := free_bytes()):
+            return (
+                f"{method} needs {format_bytes(needed)} more of memory, {format_bytes(free)} are free; "
+                "--kv-dtype int4, --method cca and --method recall need less, --estimate compares them"
+            )
+        return None
 
     def _generate(
         self,

@@ -239,6 +239,20 @@ def test_sink_warns_of_what_it_forgets(run: Ask, capsys: pytest.CaptureFixture[s
     assert "warning" not in capsys.readouterr().err
 
 
+def test_more_memory_than_is_free_is_said_with_what_needs_less(
+    run: Ask, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = run("why?").answers[0].usage["prompt_tokens"]
+    assert "memory" not in capsys.readouterr().err
+    monkeypatch.setattr("longchat_cli.ask.free_bytes", lambda: 8 * tokens)
+    run("why?")
+    assert "memory" not in capsys.readouterr().err
+    monkeypatch.setattr("longchat_cli.ask.free_bytes", lambda: 8)
+    run("why?")
+    said = capsys.readouterr().err
+    assert said.count("more of memory, 8 B are free") == 1 and "--estimate" in said and "int4" in said
+
+
 @pytest.mark.parametrize("method", ["auto", "full", "sink", "recall"])
 def test_question_longer_than_the_window(run: Ask, method: str) -> None:
     with pytest.raises(ContextOverflow, match="question alone"):
