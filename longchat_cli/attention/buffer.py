@@ -212,7 +212,7 @@ class KVBuffer(Storage, Buffer):
         return {**super().state(), "stored": self.stored, "dtype": self.dtype}
 
     def _read(self, which: int) -> Tensor:
-        x = self._tensors[which][:, self._offset : self._offset + len(self)]
+        x = self._tensors[which].narrow(1, self._offset, self.end - self.first)
         return x if self.stored is None else x.to(self.dtype)
 
 

@@ -224,7 +224,11 @@ class Layer:
 
     def turn(self, new: Step, apparent: Bound) -> Rotation | None:
         """The rotation that moves the new queries from their positions to `apparent` ones (a bound)."""
-        return None if self.rope is None else self.rope.rotation(apparent - new.positions)
+        if self.rope is None:
+            return None
+        if isinstance(apparent, int) and isinstance(new.first, int) and new.rows == 1:
+            return self.rope.shift(apparent - new.first)
+        return self.rope.rotation(apparent - new.positions)
 
     def unrotated(self, k: Tensor, first: int) -> Tensor:
         """Keys [KV heads, tokens, dim] of the positions from `first` on, as if all stood at position 0."""
@@ -308,7 +312,7 @@ class Cache:
         self.position = self.skipped = 0
         self.text = torch.empty(0, dtype=torch.int64)
         self.foreign = foreign
-        method.link(self.own())
+        method.link(self.ruled())
         self._empty = self.snapshot()
 
     @property
@@ -325,6 +329,10 @@ class Cache:
     def own(self) -> list[Layer]:
         return [layer for layer in self.layers if layer is not None]
 
+    def ruled(self) -> list[Layer]:
+        """The layers under the cache's method: not those whose window is the model's."""
+        return [layer for layer in self.own() if layer.method is self.method]
+
     def bytes(self) -> int:
         """Bytes of the storages actually held."""
         storages = {
@@ -335,7 +343,7 @@ class Cache:
         return sum(storages.values())
 
     def visible(self) -> int:
-        return min((layer.visible() for layer in self.own()), default=self.seen)
+        return min((layer.visible() for layer in self.ruled()), default=self.seen)
 
     def snapshot(self) -> Any:
         counters = self.position, self.skipped, self.text

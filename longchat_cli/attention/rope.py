@@ -6,7 +6,7 @@ Angles are computed in float64: in float32 they are off by 0.02 rad at position 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class Rope:
 
     frequencies: Tensor
     interleaved: bool = False
+    _last: dict[int, Rotation] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def to(self, device: torch.device) -> Rope:
         return replace(self, frequencies=self.frequencies.to(device))
@@ -27,6 +28,13 @@ class Rope:
     def rotation(self, positions: Tensor) -> Rotation:
         """Rotation by positions [rows] (float64 or int64; may be negative)."""
         return Rotation(*cos_sin(positions, self.frequencies), self.interleaved)
+
+    def shift(self, distance: int) -> Rotation:
+        """Rotation of one row by `distance`; all layers of a step ask for the same one."""
+        if distance not in self._last:
+            self._last.clear()
+            self._last[distance] = self.rotation(torch.tensor([distance], device=self.frequencies.device))
+        return self._last[distance]
 
     def unrotate(self, k: Tensor, positions: Tensor) -> Tensor:
         """Take the rotation at positions [rows] out of k [heads, rows, dim]."""

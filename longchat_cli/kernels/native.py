@@ -20,7 +20,7 @@ from torch import Tensor
 from longchat_cli.kernels.packed import Packed
 from longchat_cli.kernels.span import Bound, Observe, Span
 
-ABI = 1
+ABI = 2
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
@@ -64,11 +64,12 @@ class Model(ctypes.Structure):
 
 class _Span(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v")),
-        *((name, c_int64) for name in ("q_head", "q_row", "k_head", "k_key", "v_head", "v_key")),
-        *((name, c_void_p) for name in ("start", "stop", "index")),
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, c_int64) for name in ("k_head", "k_key", "v_head", "v_key")),
+        *((name, c_void_p) for name in ("cos", "sin", "start", "stop", "index")),
         *((name, c_int64) for name in ("listed", "index_group", "index_run")),
-        *((name, c_int32) for name in ("groups", "observe", "observe_rows", "observe_groups")),
+        *((name, c_int32) for name in ("groups", "planes", "interleaved")),
+        *((name, c_int32) for name in ("observe", "observe_rows", "observe_groups")),
         ("keys", c_int64),
         ("observed", c_void_p),
     ]
@@ -76,7 +77,9 @@ class _Span(ctypes.Structure):
 
 class _Attention(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("spans", "sinks", "out")),
+        *((name, c_void_p) for name in ("spans", "q")),
+        *((name, c_int64) for name in ("q_head", "q_row")),
+        *((name, c_void_p) for name in ("sinks", "out")),
         *((name, c_int64) for name in ("out_head", "out_row")),
         *((name, c_int32) for name in ("n_spans", "heads", "rows", "dim", "threads")),
         *((name, c_float) for name in ("scale", "softcap")),
@@ -185,20 +188,25 @@ def attend(
     Bytes: every visible key and value once for each KV head, whatever the number of heads that share it.
     """
     heads, rows, dim = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    groups = min(span.k.shape[0] for span in spans) if spans else heads
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out = q.new_empty(heads, rows, dim)
+    groups = min((span.k.shape[0] for span in spans), default=heads)
+    # What only a pointer leads to must live until the call returns.
+    kept: list[Any] = [out, None if sinks is None else sinks.float().contiguous()]
     scores = [
-        None if span.observe is None else torch.empty(groups, span.k.shape[1], dtype=torch.float32)
+        None if span.observe is None else q.new_empty(groups, span.k.shape[1], dtype=torch.float32)
         for span in spans
     ]
-    # What only a pointer leads to must live until the call returns.
-    kept: list[Any] = [sinks.float().contiguous() if sinks is not None else None]
     described = (_Span * len(spans))(
-        *(_describe(q, span, score, kept) for span, score in zip(spans, scores, strict=True))
+        *(_describe(span, score, rows, kept) for span, score in zip(spans, scores, strict=True))
     )
     call = _Attention(
         ctypes.addressof(described),
-        None if kept[0] is None else kept[0].data_ptr(),
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        None if kept[1] is None else kept[1].data_ptr(),
         out.data_ptr(),
         rows * dim,
         dim,
@@ -214,36 +222,37 @@ def attend(
     return out, scores
 
 
-def _describe(q: Tensor, span: Span, score: Tensor | None, kept: list[Any]) -> _Span:
-    query = q if span.turn is None else span.turn.apply(q)
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    k, v, index = span.k, span.v, span.index
+def _describe(span: Span, score: Tensor | None, rows: int, kept: list[Any]) -> _Span:
+    k, v, observe = span.k, span.v, span.observe
     assert isinstance(k, Tensor) and isinstance(v, Tensor)
-    start, stop = (_bounds(bound, q.shape[1]) for bound in span.limits())
-    if index is not None:
-        index = index.contiguous()
-    kept += (query, start, stop, index)
-    observe = span.observe or Observe()
-    listed = (0, 0, 0) if index is None else (index.shape[2], index.stride(0), index.stride(1))
-    return _Span(
-        query.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        *query.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        _address(start),
-        _address(stop),
-        None if index is None else index.data_ptr(),
-        *listed,
-        k.shape[0],
-        _REDUCE[observe.heads] if span.observe else 0,
-        observe.rows == "sum",
-        0 if score is None else score.shape[0],
-        k.shape[1],
-        None if score is None else score.data_ptr(),
+    start, stop = (_bounds(bound, rows) for bound in span.limits())
+    kept += (start, stop)
+    made = _Span(
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        k_head=k.stride(0),
+        k_key=k.stride(1),
+        v_head=v.stride(0),
+        v_key=v.stride(1),
+        start=_address(start),
+        stop=_address(stop),
+        groups=k.shape[0],
+        keys=k.shape[1],
     )
+    if span.turn is not None:
+        cos, sin = (x.expand(rows, -1).contiguous() for x in (span.turn.cos, span.turn.sin))
+        made.cos, made.sin, made.planes = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+        made.interleaved = span.turn.interleaved
+        kept += (cos, sin)
+    if span.index is not None:
+        index = span.index.long().contiguous()
+        made.index, made.listed = index.data_ptr(), index.shape[2]
+        made.index_group, made.index_run = index.stride(0), index.stride(1)
+        kept.append(index)
+    if observe is not None and score is not None:
+        made.observe, made.observe_rows = _REDUCE[observe.heads], observe.rows == "sum"
+        made.observe_groups, made.observed = score.shape[0], score.data_ptr()
+    return made
 
 
 def _bounds(bound: Bound, rows: int) -> Any:

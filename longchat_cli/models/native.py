@@ -163,9 +163,10 @@ class NativeProducts(lean.Products):
         return made
 
     def enter(self, index: int, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        d, rows = self.decoder, len(x)
+        d, rows = self.decoder, x.shape[0]
         heads = x.new_empty(d.heads + 2 * d.kv_heads, rows, d.dim, dtype=torch.bfloat16)
-        q, k, v = heads.split([d.heads, d.kv_heads, d.kv_heads])
+        q, k = heads[: d.heads], heads[d.heads : d.heads + d.kv_heads]
+        v = heads[d.heads + d.kv_heads :]
         to = (*_angles(rotation), q.data_ptr(), k.data_ptr(), v.data_ptr())
         block = ctypes.byref(self.blocks[index])
         library, model = native.library(), self._model()
@@ -180,7 +181,7 @@ class NativeProducts(lean.Products):
         return q, k, v
 
     def leave(self, index: int, x: Tensor, out: Tensor) -> Tensor:
-        d, rows = self.decoder, len(x)
+        d, rows = self.decoder, x.shape[0]
         library, model = native.library(), self._model()
         if rows <= native.ROWS:
             if out.stride(-1) != 1:

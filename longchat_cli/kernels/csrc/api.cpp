@@ -32,7 +32,7 @@ Choice chosen = widest();
 
 using longchat::chosen;
 
-int longchat_abi() { return 1; }
+int longchat_abi() { return 2; }
 
 const char* longchat_isa() { return chosen.name; }
 

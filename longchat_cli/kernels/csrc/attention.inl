@@ -152,6 +152,18 @@ inline Part soften(float* weights, int n) {
   return {largest, total};
 }
 
+// A query as it is turned for a span, rounded as it was.
+inline void turn(const uint16_t* q, const LongchatSpan& s, int row, int dim, uint16_t* to) {
+  const float *cos = s.cos + static_cast<int64_t>(row) * s.planes, *sin = s.sin + static_cast<int64_t>(row) * s.planes;
+  const int step = s.interleaved ? 2 : 1, apart = s.interleaved ? 1 : s.planes;
+  for (int i = 0; i < s.planes; ++i) {
+    const float a = widen(q[i * step]), b = widen(q[i * step + apart]);
+    to[i * step] = narrow(a * cos[i] - b * sin[i]);
+    to[i * step + apart] = narrow(b * cos[i] + a * sin[i]);
+  }
+  for (int i = 2 * s.planes; i < dim; ++i) to[i] = q[i];
+}
+
 inline int64_t places_of(const LongchatSpan& s) { return s.index ? s.listed : s.keys; }
 inline int64_t chunks_of(const LongchatSpan& s) { return (places_of(s) + kKeys - 1) / kKeys; }
 
@@ -169,11 +181,21 @@ void attend(const LongchatAttention* a) {
     if (span.observe) logits += span.keys * queries;
   }
   const int64_t parts = chunks * queries;
-  scratch.reset(parts * (sizeof(Part) + a->dim * 4) + logits * 4 + queries * 8 + 256);
+  scratch.reset(parts * (sizeof(Part) + a->dim * 4) + logits * 4 + queries * (8 + a->n_spans * a->dim * 2));
   Part* part = scratch.take<Part>(parts);
   float* sums = scratch.take<float>(parts * a->dim);
   float* kept = scratch.take<float>(logits);
   float* lse = scratch.take<float>(queries);
+  uint16_t* turned = scratch.take<uint16_t>(static_cast<int64_t>(a->n_spans) * queries * a->dim);
+  auto query_of = [&](int s, int64_t head, int row) -> const uint16_t* {
+    if (!a->spans[s].cos) return a->q + head * a->q_head + row * a->q_row;
+    return turned + ((s * a->heads + head) * a->rows + row) * a->dim;
+  };
+  for (int s = 0; s < a->n_spans; ++s)
+    for (int head = 0; a->spans[s].cos && head < a->heads; ++head)
+      for (int row = 0; row < a->rows; ++row)
+        turn(a->q + head * a->q_head + row * a->q_row, a->spans[s], row, a->dim,
+             const_cast<uint16_t*>(query_of(s, head, row)));
 
   auto one = [&](int64_t item) {
     int s = a->n_spans - 1;
@@ -213,7 +235,7 @@ void attend(const LongchatAttention* a) {
         for (int h = 0; h < some; ++h) {
           const int64_t head = group * share + first + h, query = head * a->rows + row;
           float* mine = weights[h];
-          if (n) logits_of(span.q + head * span.q_head + row * span.q_row, keys, n, a->dim, a->scale, mine);
+          if (n) logits_of(query_of(s, head, row), keys, n, a->dim, a->scale, mine);
           if (a->softcap > 0)
             for (int j = 0; j < n; ++j) mine[j] = a->softcap * (2.0f * sigmoid(2.0f * mine[j] / a->softcap) - 1.0f);
           if (span.observe && (span.observe_rows || row == a->rows - 1)) {

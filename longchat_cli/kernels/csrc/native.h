@@ -41,12 +41,14 @@ struct LongchatModel {
 // those of them that it lists (-1: none), a list for each group and run of 64 rows. Strides are in elements;
 // keys and values are bfloat16.
 struct LongchatSpan {
-  const uint16_t *q, *k, *v;  // q: as it is turned for this span
-  int64_t q_head, q_row, k_head, k_key, v_head, v_key;
+  const uint16_t *k, *v;
+  int64_t k_head, k_key, v_head, v_key;
+  const float *cos, *sin;  // [rows, planes] by which queries are turned for this span, or null
   const int64_t *start, *stop;  // [rows]
   const int64_t* index;         // [groups, runs, listed] or null
   int64_t listed, index_group, index_run;
   int32_t groups;
+  int32_t planes, interleaved;  // channel i turns with i + planes, or 2 i with 2 i + 1
   int32_t observe;       // 0 no, 1 maximum, 2 mean, 3 sum over the heads of a KV group
   int32_t observe_rows;  // 0 the last row, 1 the sum over rows, of each head
   int32_t observe_groups;
@@ -56,6 +58,8 @@ struct LongchatSpan {
 
 struct LongchatAttention {
   const LongchatSpan* spans;
+  const uint16_t* q;   // [heads, rows, dim]
+  int64_t q_head, q_row;
   const float* sinks;  // [heads] or null
   uint16_t* out;       // [heads, rows, dim]
   int64_t out_head, out_row;
