@@ -39,7 +39,8 @@ class Sources:
     ) -> list[dict[str, Any]]:
         """What of the documents the answer looked at: each passage in `read`, or else the leading sentences.
 
-        `paid` is the attention each token of `prompt` got. The shares add up to 1 over all that was read.
+        `paid` is the attention each token of `prompt` got. It counts squared: the few tokens an answer is
+        taken from outweigh the background of long passages. Shares add up to 1 over all that was read.
         """
         tokens = list(
             _tokens(prompt, paid, {d.name: n for n, d in reversed(list(enumerate(self._documents)))})
@@ -94,11 +95,11 @@ def _within(region: Region, other: Region) -> bool:
 def _tokens(
     prompt: Prompt, paid: Sequence[float], numbers: Mapping[str, int]
 ) -> Iterator[tuple[int, int, float]]:
-    """Document, character and attention of each token that comes from a document."""
+    """Document, character and squared attention of each token that comes from a document."""
     for region in prompt.regions:
         if region.source is not None and region.source in numbers:
             for index in range(region.start, min(region.stop, len(paid))):
-                yield numbers[region.source], prompt.offsets[index], paid[index]
+                yield numbers[region.source], prompt.offsets[index], paid[index] ** 2
 
 
 def place(found: Mapping[str, Any]) -> str:
