@@ -27,7 +27,7 @@ def unforced() -> Iterator[None]:
 
 
 def test_order():
-    assert kernels.names() == ["flash", "triton", "sdpa", "reference"]
+    assert kernels.names() == ["flash", "native", "triton", "sdpa", "reference"]
     assert [name for name, *_ in kernels.report()] == kernels.names()
 
 

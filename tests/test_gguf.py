@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 from longchat_cli.errors import BadInput, LongchatError
+from longchat_cli.kernels import native
 from longchat_cli.models import catalog, convert, load, vocabulary
 from longchat_cli.models.gguf import Gguf
 from longchat_cli.tokens import Tokenizer
@@ -134,6 +136,12 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without the native library: torch's int4 products decode."""
+    monkeypatch.setattr(native, "load", lambda: "it was not built")
+
+
+@pytest.fixture
 def llama(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
 
@@ -197,11 +205,11 @@ def test_gemma_norms_lose_their_one(
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1])
 def test_packed_products_equal_the_dequantized_ones(
-    tiny_model: Callable[..., Path], tmp_path: Path, fresh_cache: Path, kind: Type
+    tiny_model: Callable[..., Path], tmp_path: Path, fresh_cache: Path, no_library: None, kind: Type
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), kind)
     ready = convert.ready(path, silent)
-    dense, packed = load_file(ready / "model.safetensors"), load_file(convert.packed_file(ready))
+    dense, packed = load_file(ready / "model.safetensors"), load_file(convert.low_bit_file(ready))
     assert len(packed) == 3 * 4 * 2
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     for block in range(3):
@@ -224,12 +232,13 @@ def test_four_bit_codes_mean_what_the_reference_decodes() -> None:
 
 
 def test_mixed_quantization_packs_what_it_can(
-    tiny_model: Callable[..., Path], tmp_path: Path, fresh_cache: Path
+    tiny_model: Callable[..., Path], tmp_path: Path, fresh_cache: Path, no_library: None
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), Type.Q8_0)
     ready = convert.ready(path, silent)
-    assert not convert.packed_file(ready).exists()
-    assert json.loads((ready / convert.RECORD).read_text())["packable"] is False
+    assert not convert.low_bit_file(ready).exists()
+    record = json.loads((ready / convert.RECORD).read_text())
+    assert (record["packable"], record["tileable"]) == (False, True)
 
 
 def test_the_reader_agrees_with_the_reference(llama: Path) -> None:
@@ -509,16 +518,22 @@ def test_conversion_is_kept_repaired_and_private(llama: Path, fresh_cache: Path)
         assert (ready / "model.safetensors").read_bytes() == whole
 
 
-def test_missing_packed_weights_are_added(
+def test_missing_low_bit_weights_are_added(
     tiny_model: Callable[..., Path], tmp_path: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), Type.Q4_1)
     ready = convert.ready(path, silent)
-    first = convert.packed_file(ready)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
-    assert convert.ready(path, silent) == ready
-    assert (ready / "packed-OTHER.safetensors").exists()
-    assert first.exists()
+    files = [convert.low_bit_file(ready)]
+    for change in (
+        lambda: monkeypatch.setattr(native, "load", lambda: "it was not built"),
+        lambda: monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
+    ):
+        change()
+        assert convert.ready(path, silent) == ready
+        files.append(convert.low_bit_file(ready))
+    assert files[-1].name == "packed-OTHER.safetensors"
+    assert all(file.exists() for file in files)
+    assert convert.intact(ready)
 
 
 def _convert_in_child(path: str, results: Any) -> None:
@@ -570,11 +585,14 @@ def test_the_default_model_tokenizes_digits_and_blanks(default_tokenizer: Tokeni
 def test_the_default_model_starts_fast_and_without_transformers(default_model_dir: Path) -> None:
     code = (
         "import sys; from longchat_cli.models import load; r = load.find('smollm2');"
-        "d = load.load_decoder(r, device='cpu'); print(r.window, r.quantization, d.packed);"
+        "d = load.load_decoder(r, device='cpu'); print(r.window, r.quantization, d.notes);"
         "assert 'transformers' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["8192", "Q4_1", "True"]
+    served = (
+        r"native library \(\w+\) on low-bit tiles" if native.missing() is None else "not the native library"
+    )
+    assert re.search(rf"8192 Q4_1 .*{served}", done.stdout)
     assert done.stderr == ""
     begin = time.perf_counter()
     load.find("smollm2")
