@@ -164,8 +164,8 @@ class Reading:
 class Store:
     """The pages in `root`, `budget` bytes at most, of texts of `least` tokens or more.
 
-    `about` tells people what the pages written are of.
-    A page cannot be kept on a full or read-only disk: that is said once, and reading goes on without.
+    `about` tells people what the pages written are of. A page cannot be kept on a full or read-only disk:
+    that is said once, and reading goes on without.
     """
 
     def __init__(

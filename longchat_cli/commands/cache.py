@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import TYPE_CHECKING
 
 import click
 
-from longchat_cli.commands.context import current_console
+from longchat_cli.commands.context import current_console, known_as
 from longchat_cli.commands.framework import Group
 from longchat_cli.commands.options import Size, complete_files
 from longchat_cli.errors import BadInput, MissingInput, UsageError
@@ -63,7 +62,7 @@ def cache_rm(names: tuple[str, ...], everything: bool) -> None:
     if bool(names) == everything:
         raise UsageError("name documents, or --all", "", "`longchat cache ls` shows what is kept")
     store = _store()
-    wanted = {name if "://" in name else os.path.abspath(name) for name in names}  # noqa: PTH100
+    wanted = set(map(known_as, names))
     readings = [r for r in store.readings() if everything or wanted & set(r.documents)]
     if not readings and not everything:
         raise MissingInput(f"nothing is kept of {', '.join(names)}", "", "`longchat cache ls` shows what is")

@@ -94,8 +94,8 @@ def engine_opener(settings: dict[str, Any], console: Console) -> Open:
         console.detail(f"loaded {engine.info.model} in {time.perf_counter() - start:.1f} s")
         for note in engine.info.notes:
             console.detail(note)
-        if engine.static is not None:
-            console.detail(f"decoding: {engine.static.about}")
+        if engine.stepper is not None:
+            console.detail(f"decoding: {engine.stepper.about}")
         if console.verbose:
             click.get_current_context().call_on_close(lambda: console.detail(_kernels_served()))
         loaded.append(engine)
@@ -118,9 +118,13 @@ def page_store(params: dict[str, Any], names: Sequence[str], console: Console) -
     wanted = params["cache"]
     if wanted is False or (wanted is None and "-" in names):
         return None
-    shown = [name if "://" in name else os.path.abspath(name) for name in names]  # noqa: PTH100
-    about = {"documents": shown}
+    about = {"documents": [known_as(name) for name in names]}
     return Store(budget=params["cache_size"], console=console, about=about, least=0 if wanted else SMALL)
+
+
+def known_as(name: str) -> str:
+    """What a document is called in the cache, from wherever it is named."""
+    return name if name == "-" or "://" in name else os.path.abspath(name)  # noqa: PTH100
 
 
 def estimate(
