@@ -15,7 +15,7 @@ from torch import Tensor
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.hf import HFDecoder
 from longchat_cli.errors import BadInput
-from longchat_cli.models.lean import LeanDecoder, refuses
+from longchat_cli.models.lean import FULL, SLIDING, LeanDecoder, refuses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,6 +28,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
+    "linear-rope": ("Llama", {"rope_parameters": {**tiny.BASE, "rope_type": "linear", "factor": 4.0}}),
+    "gemma3": ("Gemma3Text", tiny.ARCHITECTURES["gemma3"].options),
+    "gemma3-untied-softcap": (
+        "Gemma3Text",
+        {
+            **tiny.ARCHITECTURES["gemma3"].options,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 5,
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
 }
 SMALL = {
     "window": {"window": 9},
@@ -114,16 +130,17 @@ def test_old_rope_keys_mean_the_same(saved, tmp_path):
     """transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters."""
     path, _ = saved("llama3-rope")
     config = json.loads((path / "config.json").read_text())
-    new = LeanDecoder.from_dir(path).rope.frequencies
+    new = LeanDecoder.from_dir(path).ropes[FULL].frequencies
     config.pop("rope_parameters")
     scaling = {name: value for name, value in tiny.LLAMA3.items() if name != "rope_theta"}
     config |= {"rope_theta": 10_000.0, "rope_scaling": scaling}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
-    assert torch.equal(LeanDecoder.from_dir(tmp_path).rope.frequencies, new)
+    assert torch.equal(LeanDecoder.from_dir(tmp_path).ropes[FULL].frequencies, new)
 
 
 LLAMA = {"model_type": "llama", "hidden_act": "silu"}
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 6}
 
 
 @pytest.mark.parametrize(
@@ -135,13 +152,18 @@ LLAMA = {"model_type": "llama", "hidden_act": "silu"}
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding"),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, "sliding"),
         ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
-        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({**GEMMA, "layer_types": ["sliding_attention"] * 2}, "no layer with full attention"),
+        ({**GEMMA, "hidden_activation": "gelu"}, "activation gelu"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "later tokens"),
+        ({**GEMMA, "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "yarn"),
         ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({**LLAMA, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({**LLAMA, "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantized"),
         (LLAMA, None),
+        (GEMMA, None),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, None),
         ({"model_type": "mistral", "sliding_window": None}, None),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
         ({"model_type": "qwen2", "sliding_window": 4096}, None),

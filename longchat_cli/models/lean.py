@@ -1,14 +1,17 @@
 """A lean forward for Llama-like decoders: torch alone, no transformers, straight from the ready form.
 
-Serves RMSNorm, rotary positions, grouped queries, a gated SiLU MLP, optional biases and QK-norm (Llama,
-SmolLM, Mistral, Qwen2, Qwen3). Prompts run on bfloat16 weights, decoding on packed low-bit ones if present.
+Serves RMSNorm, rotary positions, grouped queries, a gated MLP, optional biases and QK-norm (Llama, SmolLM,
+Mistral, Qwen2, Qwen3) and with them what Gemma 3 adds: norms of each branch, scaled embeddings, layers that
+see a sliding window whatever the method is. What sets an architecture apart is data, see `FAMILIES`.
+Prompts run on bfloat16 weights, decoding on packed low-bit ones if present.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,54 @@ from torch.nn import functional as F
 
 from longchat_cli.attention.layer import Cache, Method, places
 from longchat_cli.attention.rope import Rope, default_frequencies
+from longchat_cli.attention.window import Window
 from longchat_cli.errors import BadInput
 from longchat_cli.kernels import Rotation
 
-ARCHITECTURES = {"llama", "mistral", "qwen2", "qwen3"}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture does in its own way; names are those of its tensors in transformers."""
+
+    mlp_norm: str = "post_attention_layernorm"
+    after_attention: str | None = None  # norms of a branch before it joins the residual
+    after_mlp: str | None = None
+    norm_offset: float = 0.0  # norms multiply by this + their weight
+    scaled_embedding: bool = False  # by the square root of the width
+    slides: bool = False  # layers of sliding attention are served
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what its config.json may leave out
+
+
+GEMMA3 = Family(
+    mlp_norm="pre_feedforward_layernorm",
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    norm_offset=1.0,
+    scaled_embedding=True,
+    slides=True,
+    defaults={
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+)
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "gemma3_text": GEMMA3,
+}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 PACKED_GROUP = 32
 CANDIDATES = 256
 PACKED_ROWS = 4
@@ -31,19 +78,29 @@ PACKED_ROWS = 4
 
 def refuses(config: dict[str, Any]) -> str | None:
     """None when the lean forward serves a model of this config.json, else why not."""
-    if config.get("model_type") not in ARCHITECTURES:
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
         return f"architecture {config.get('model_type')}"
-    if config.get("hidden_act", "silu") != "silu":
-        return f"activation {config['hidden_act']}"
-    if "sliding_attention" in (config.get("layer_types") or []) or _slides(config):
+    config = {**family.defaults, **config}
+    if _activation(config) not in ACTIVATIONS:
+        return f"activation {_activation(config)}"
+    kinds = set(layer_kinds(config))
+    if not family.slides and (SLIDING in kinds or _slides(config)):
         return "sliding-window layers"
+    if FULL not in kinds:
+        return "no layer with full attention"
+    if config.get("use_bidirectional_attention"):
+        return "attention to later tokens"
     if config.get("quantization_config"):
         return "quantized weights"
-    parameters = _rope_parameters(config)
+    return next(filter(None, (_refuses_rope(_rope_parameters(config, kind)) for kind in kinds)), None)
+
+
+def _refuses_rope(parameters: dict[str, Any]) -> str | None:
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         return "partial rotary positions"
     kind = parameters["rope_type"]
-    return None if kind in ("default", "llama3") else f"rotary scaling {kind}"
+    return None if kind in ("default", "linear", "llama3") else f"rotary scaling {kind}"
 
 
 def _slides(config: dict[str, Any]) -> bool:
@@ -51,25 +108,41 @@ def _slides(config: dict[str, Any]) -> bool:
     return bool(config.get("sliding_window")) and config.get("use_sliding_window", default)
 
 
-def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; older files `rope_theta` and `rope_scaling`."""
-    old = config.get("rope_scaling") or {}
-    parameters = {
-        "rope_theta": config.get("rope_theta", 10_000.0),
-        **old,
-        **(config.get("rope_parameters") or {}),
-    }
+def _activation(config: dict[str, Any]) -> str:
+    return config.get("hidden_activation") or config.get("hidden_act") or "silu"
+
+
+def layer_kinds(config: dict[str, Any]) -> list[str]:
+    """What each layer's attention is, as transformers says it; older files say that every n-th is full."""
+    layers, every = int(config.get("num_hidden_layers", 1)), config.get("sliding_window_pattern") or 1
+    return config.get("layer_types") or [FULL if i % every == 0 else SLIDING for i in range(1, layers + 1)]
+
+
+def _rope_parameters(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """transformers 5 writes `rope_parameters`, perhaps for each kind of layer; older files `rope_theta`,
+    `rope_scaling` and, for sliding layers, `rope_local_base_freq`."""
+    new = config.get("rope_parameters") or {}
+    if FULL in new or SLIDING in new:
+        new = new.get(kind) or {}
+    if kind == SLIDING:
+        old = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
+    else:
+        old = {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {})}
+    parameters = {**old, **new}
     parameters.setdefault("rope_type", parameters.get("type", "default"))
     return parameters
 
 
-def rope_of(config: dict[str, Any]) -> Rope:
-    """The model's rotation; Llama 3 scaling stretches long wavelengths (transformers' rope_type llama3)."""
-    parameters = _rope_parameters(config)
+def rope_of(config: dict[str, Any], kind: str = FULL) -> Rope:
+    """The rotation of layers of a kind; Llama 3 scaling stretches long wavelengths, linear scaling all."""
+    parameters = _rope_parameters(config, kind)
     frequencies = default_frequencies(_head_dim(config), float(parameters["rope_theta"]))
-    if parameters["rope_type"] != "llama3":
+    if parameters["rope_type"] == "default":
         return Rope(frequencies)
-    factor, trained = parameters["factor"], parameters["original_max_position_embeddings"]
+    factor = parameters["factor"]
+    if parameters["rope_type"] == "linear":
+        return Rope(frequencies / factor)
+    trained = parameters["original_max_position_embeddings"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = trained * frequencies / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
@@ -101,16 +174,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer's weights."""
+    """One decoder layer's weights; norms are float32 factors."""
 
     attention_norm: Tensor
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Linear
+    after_attention: Tensor | None
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    after_mlp: Tensor | None
 
 
 class LeanDecoder:
@@ -121,21 +196,29 @@ class LeanDecoder:
     def __init__(
         self, config: dict[str, Any], tensors: dict[str, Tensor], packed: dict[str, Tensor] | None = None
     ) -> None:
+        family = FAMILIES[config["model_type"]]
+        config = {**family.defaults, **config}
         self.config = config
         self.layers = int(config["num_hidden_layers"])
         self.heads = int(config["num_attention_heads"])
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
         self.dim = _head_dim(config)
+        self.scale = float(config.get("query_pre_attn_scalar", self.dim)) ** -0.5
+        self.softcap = config.get("final_logit_softcapping")
         self.vocab_size = int(config["vocab_size"])
         self.window = int(config.get("max_position_embeddings") or 2048)
         self.width, self.hidden = int(config["hidden_size"]), int(config["intermediate_size"])
         self.eps = float(config.get("rms_norm_eps", 1e-6))
+        self.activation = _activation(config)
         self.embedding = _take(tensors, "model.embed_tokens.weight")
-        self.norm = _take(tensors, "model.norm.weight").float()
-        self.head = self.embedding if config.get("tie_word_embeddings") else _take(tensors, "lm_head.weight")
-        self.blocks = [_block(tensors, packed or {}, index) for index in range(self.layers)]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.rope = rope_of(config).to(self.device)
+        scale = self.width**0.5 if family.scaled_embedding else 1.0
+        self.embedding_scale = torch.tensor(scale, dtype=self.dtype).item()  # rounded as in transformers
+        self.norm = _norm(tensors, "model.norm", family)
+        self.head = self.embedding if config.get("tie_word_embeddings") else _take(tensors, "lm_head.weight")
+        self.blocks = [_block(tensors, packed or {}, index, family) for index in range(self.layers)]
+        self.kinds = layer_kinds(config)
+        self.ropes = {kind: rope_of(config, kind).to(self.device) for kind in set(self.kinds)}
         self.packed = packed is not None
         self.products = Products(self)
 
@@ -158,8 +241,14 @@ class LeanDecoder:
         return cls(config, tensors, _mapped(low_bit) if use else None)
 
     def new_cache(self, method: Method) -> Cache:
-        """An empty state under `method`."""
-        return Cache(method, [method.layer(index, self.layers, self.rope) for index in range(self.layers)])
+        """An empty state under `method`; layers of sliding attention keep their window whatever it is."""
+        layers = [
+            method.layer(index, self.layers, self.ropes[kind])
+            if kind == FULL
+            else Window(window=self.config["sliding_window"]).layer(index, self.layers, self.ropes[kind])
+            for index, kind in enumerate(self.kinds)
+        ]
+        return Cache(method, layers)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, logits: int = 1) -> Tensor:
@@ -170,7 +259,8 @@ class LeanDecoder:
         # Rows that a method gives up between layers are computed only where their logits are asked for.
         x = self.read(ids, cache, self.layers, every=logits > 1)
         x = F.rms_norm(x[len(x) - min(logits, len(x)) :], x.shape[-1:], self.norm, self.eps)
-        return self.products.logits(x)
+        found = self.products.logits(x)
+        return found if self.softcap is None else self.softcap * torch.tanh(found / self.softcap)
 
     @torch.inference_mode()
     def read(self, ids: Tensor, cache: Cache, depth: int, every: bool = False) -> Tensor:
@@ -179,14 +269,18 @@ class LeanDecoder:
         Of a method that drops rows on the way only the states left come back, unless `every` one is wanted.
         """
         products = self.products
-        x = self.embedding[ids.to(self.device)].float()  # the residual stream stays in float32
-        rotation = self.rope.rotation(places(cache.position, len(ids), self.device))
-        for index, layer in enumerate(cache.layers[:depth]):
+        x = self.embedding[ids.to(self.device)] * self.embedding_scale
+        x = x.float()  # the residual stream stays in float32
+        positions = places(cache.position, len(ids), self.device)
+        rotations = {kind: rope.rotation(positions) for kind, rope in self.ropes.items()}
+        every = every or SLIDING in self.ropes  # whose windows have no gaps
+        for index, (layer, kind) in enumerate(zip(cache.layers[:depth], self.kinds, strict=False)):
             assert layer is not None
-            q, k, v = products.enter(index, x, rotation)
-            x = products.leave(index, x, layer.attend(q, k, v, self.dim**-0.5, cache.decoding))
+            q, k, v = products.enter(index, x, rotations[kind])
+            x = products.leave(index, x, layer.attend(q, k, v, self.scale, cache.decoding))
             if layer.onward is not None and not every:
-                x, rotation = x[layer.onward], rotation.take(layer.onward)
+                x = x[layer.onward]
+                rotations = {kind: rotation.take(layer.onward) for kind, rotation in rotations.items()}
         cache.position = cache.position + len(ids)  # a tensor stays as it is
         return x
 
@@ -205,17 +299,17 @@ class Products:
         qk, v = qkv[: d.heads + d.kv_heads], qkv[d.heads + d.kv_heads :]
         if block.q_norm is not None and block.k_norm is not None:
             q, k = qk[: d.heads], qk[d.heads :]
-            q = F.rms_norm(q, (d.dim,), block.q_norm, d.eps)
-            qk = torch.cat([q, F.rms_norm(k, (d.dim,), block.k_norm, d.eps)])
+            qk = torch.cat([self._normed(q, block.q_norm), self._normed(k, block.k_norm)])
         qk = rotation.apply(qk)
         return qk[: d.heads], qk[d.heads :], v
 
     def leave(self, index: int, x: Tensor, out: Tensor) -> Tensor:
         """States x and what attention gave, [heads, rows, dim] -> states after the layer, perhaps in x."""
         block = self.decoder.blocks[index]
-        x = x + block.o(out.transpose(0, 1).reshape(x.shape[0], -1))
+        x = x + self._branch(block.o(out.transpose(0, 1).reshape(x.shape[0], -1)), block.after_attention)
         gate, up = block.gate_up(self._normed(x, block.mlp_norm)).chunk(2, dim=-1)
-        return x + block.down(F.silu(gate) * up)
+        gated = ACTIVATIONS[self.decoder.activation](gate) * up
+        return x + self._branch(block.down(gated), block.after_mlp)
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 logits of normed states x float32 [rows, width].
@@ -232,7 +326,11 @@ class Products:
         return rough.scatter(-1, best, exact)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, self.decoder.eps).to(self.decoder.dtype)
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.decoder.eps).to(self.decoder.dtype)
+
+    def _branch(self, x: Tensor, after: Tensor | None) -> Tensor:
+        """What a branch gave, as it joins the residual."""
+        return x if after is None else F.rms_norm(x.float(), x.shape[-1:], after, self.decoder.eps)
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
@@ -249,7 +347,12 @@ def _take(tensors: dict[str, Tensor], name: str) -> Tensor:
     return tensors[name]
 
 
-def _block(tensors: dict[str, Tensor], packed: dict[str, Tensor], index: int) -> Block:
+def _norm(tensors: dict[str, Tensor], name: str, family: Family) -> Tensor:
+    """A norm's factors, float32."""
+    return _take(tensors, f"{name}.weight").float() + family.norm_offset
+
+
+def _block(tensors: dict[str, Tensor], packed: dict[str, Tensor], index: int, family: Family) -> Block:
     prefix = f"model.layers.{index}."
 
     def linear(name: str, *parts: str) -> Linear:
@@ -263,13 +366,19 @@ def _block(tensors: dict[str, Tensor], packed: dict[str, Tensor], index: int) ->
         )
         return Linear(weights, torch.cat(biases) if biases else None, pair)
 
+    def norm(name: str) -> Tensor:
+        return _norm(tensors, prefix + name, family)
+
+    normed = f"{prefix}self_attn.q_norm.weight" in tensors
     return Block(
-        attention_norm=_take(tensors, prefix + "input_layernorm.weight").float(),
+        attention_norm=norm("input_layernorm"),
         qkv=linear("qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        q_norm=tensors.get(prefix + "self_attn.q_norm.weight"),
-        k_norm=tensors.get(prefix + "self_attn.k_norm.weight"),
+        q_norm=norm("self_attn.q_norm") if normed else None,
+        k_norm=norm("self_attn.k_norm") if normed else None,
         o=linear("o", "self_attn.o_proj"),
-        mlp_norm=_take(tensors, prefix + "post_attention_layernorm.weight").float(),
+        after_attention=norm(family.after_attention) if family.after_attention else None,
+        mlp_norm=norm(family.mlp_norm),
         gate_up=linear("gate_up", "mlp.gate_proj", "mlp.up_proj"),
         down=linear("down", "mlp.down_proj"),
+        after_mlp=norm(family.after_mlp) if family.after_mlp else None,
     )
