@@ -34,6 +34,8 @@ DIFFERS = 0.15
 TRIAL = (24, 8)
 """Tokens that the check reads at once, and those that it decodes one by one."""
 TILES = "tiles.safetensors"
+NORMS = ("attention_norm", "q_norm", "k_norm", "after_attention", "mlp_norm", "after_mlp")
+_GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
 
 
 def serve(decoder: lean.LeanDecoder, path: Path, fingerprint: str, say: Say = to_stderr) -> None:
@@ -134,9 +136,8 @@ class NativeProducts(lean.Products):
         super().__init__(decoder)
         self.tiles = tiles  # the structures below point into it
         d = decoder
-        self.model = native.Model(
-            d.heads, d.kv_heads, d.dim, d.width, d.hidden, 0, torch.get_num_threads(), d.eps
-        )
+        gate, threads = _GATES[d.activation], torch.get_num_threads()
+        self.model = native.Model(d.heads, d.kv_heads, d.dim, d.width, d.hidden, gate, threads, d.eps)
         self.kept: list[Tensor] = []  # what only the structures point to
         self.blocks = [self._block(index, block) for index, block in enumerate(d.blocks)]
         head = tiles.parts("head") if tiles else []
@@ -144,16 +145,13 @@ class NativeProducts(lean.Products):
 
     def _block(self, index: int, block: lean.Block) -> native.Block:
         made = native.Block()
-        for name in ("attention_norm", "mlp_norm"):
-            setattr(made, name, getattr(block, name).data_ptr())
-        for name, tensor in (
-            ("q_norm", block.q_norm),
-            ("k_norm", block.k_norm),
-            ("qkv_bias", block.qkv.bias),
-            ("o_bias", block.o.bias),
-        ):
-            if tensor is not None:
-                self.kept.append(tensor.float().contiguous())
+        for name in NORMS:
+            factors = getattr(block, name)
+            if factors is not None:
+                setattr(made, name, factors.data_ptr())
+        for name, bias in (("qkv_bias", block.qkv.bias), ("o_bias", block.o.bias)):
+            if bias is not None:
+                self.kept.append(bias.float().contiguous())
                 setattr(made, name, self.kept[-1].data_ptr())
         for name in ("qkv", "o", "gate_up", "down"):
             tiled = self.tiles.parts(f"layers.{index}.{name}") if self.tiles else []
@@ -190,11 +188,12 @@ class NativeProducts(lean.Products):
             library.longchat_leave(model, made, _at(x), rows, _at(out), *out.stride()[:2])
             return x
         block = d.blocks[index]
-        normed = self._normed(x, block.mlp_norm, add=block.o(out.transpose(0, 1).reshape(rows, -1)))
+        add = block.o(out.transpose(0, 1).reshape(rows, -1))
+        normed = self._normed(x, block.mlp_norm, add, block.after_attention)
         gate, up = (normed @ weight.t() for weight in block.gate_up.weights)
         hidden = torch.empty_like(gate)
         library.longchat_gated(model, _at(gate), _at(up), gate.stride(0), rows, _at(hidden))
-        self._join(x, block.down(hidden))
+        self._add_norm(x, block.down(hidden), block.after_mlp, None, None)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -211,17 +210,17 @@ class NativeProducts(lean.Products):
         self.model.threads = torch.get_num_threads()
         return ctypes.byref(self.model)
 
-    def _normed(self, x: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
-        """norm(x) in bfloat16, after `add` has joined x in place."""
+    def _normed(
+        self, x: Tensor, weight: Tensor, add: Tensor | None = None, after: Tensor | None = None
+    ) -> Tensor:
+        """norm(x) in bfloat16, after `add` (normed by `after` if given) has joined x in place."""
         normed = torch.empty_like(x, dtype=torch.bfloat16)
-        self._add_norm(x, add, weight, normed)
+        self._add_norm(x, add, after, weight, normed)
         return normed
 
-    def _join(self, x: Tensor, add: Tensor) -> None:
-        self._add_norm(x, add, None, None)
-
-    def _add_norm(self, x: Tensor, add: Tensor | None, weight: Tensor | None, out: Tensor | None) -> None:
-        addresses = [None if tensor is None else _at(tensor) for tensor in (add, None, weight, out)]
+    def _add_norm(self, x: Tensor, *rest: Tensor | None) -> None:
+        """The library's: add, after, weight, out."""
+        addresses = [None if tensor is None else _at(tensor) for tensor in rest]
         native.library().longchat_add_norm(
             _at(x), *addresses, *x.shape, self.decoder.eps, torch.get_num_threads()
         )
