@@ -9,34 +9,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longchat_cli.config import data_dir, private
 from longchat_cli.errors import BadInput, LongchatError, MissingInput, StorageError
 from longchat_cli.terminal import Console
 
+if TYPE_CHECKING:
+    import sqlite3
+
 VERSION = 1
 PATIENCE = 5.0
 """Seconds to wait for another process that writes."""
-_TABLES = """
-CREATE TABLE answers (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, time TEXT NOT NULL, command TEXT NOT NULL, model TEXT NOT NULL,
-    method TEXT NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, stop TEXT NOT NULL,
-    documents TEXT NOT NULL
-);
-CREATE VIRTUAL TABLE words USING fts5(question, answer, content='answers', content_rowid='id');
-CREATE TRIGGER added AFTER INSERT ON answers BEGIN
-    INSERT INTO words(rowid, question, answer) VALUES (new.id, new.question, new.answer);
-END;
-CREATE TRIGGER removed AFTER DELETE ON answers BEGIN
-    INSERT INTO words(words, rowid, question, answer) VALUES ('delete', old.id, old.question, old.answer);
-END;
-"""
+_TABLES = (
+    "CREATE TABLE answers (id INTEGER PRIMARY KEY AUTOINCREMENT, time TEXT NOT NULL, command TEXT NOT NULL, "
+    "model TEXT NOT NULL, method TEXT NOT NULL, question TEXT NOT NULL, answer TEXT NOT NULL, "
+    "stop TEXT NOT NULL, documents TEXT NOT NULL)",
+    "CREATE VIRTUAL TABLE words USING fts5(question, answer, content='answers', content_rowid='id')",
+    "CREATE TRIGGER added AFTER INSERT ON answers BEGIN INSERT INTO words(rowid, question, answer) "
+    "VALUES (new.id, new.question, new.answer); END",
+    "CREATE TRIGGER removed AFTER DELETE ON answers BEGIN INSERT INTO words(words, rowid, question, answer) "
+    "VALUES ('delete', old.id, old.question, old.answer); END",
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Log:
     def add(self, entry: Entry) -> int:
         """Append an entry; returns its id."""
         private(self.path.parent)
-        with contextlib.suppress(FileExistsError):
+        with _failures(self.path), contextlib.suppress(FileExistsError):
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         row = (
             entry.time,
@@ -131,7 +129,10 @@ class Log:
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         """A connection with the tables there; what the body did is kept when it ends well."""
-        with _failures(self.path), contextlib.closing(sqlite3.connect(self.path, PATIENCE)) as database:
+        with (
+            _failures(self.path) as sqlite,
+            contextlib.closing(sqlite.connect(self.path, PATIENCE)) as database,
+        ):
             database.execute("PRAGMA secure_delete = ON")
             database.isolation_level = None
             database.execute("BEGIN IMMEDIATE")
@@ -139,7 +140,7 @@ class Log:
             if version > VERSION:
                 raise BadInput(f"{self.path} is of a newer longchat")
             if not version:
-                for statement in _statements():
+                for statement in _TABLES:
                     database.execute(statement)
                 database.execute(f"PRAGMA user_version = {VERSION}")
             database.execute("COMMIT")
@@ -161,20 +162,15 @@ def _entry(
     return Entry(command, model, method, question, answer, stop, names, time, id)
 
 
-def _statements() -> Iterator[str]:
-    """Of _TABLES, one by one: `executescript` would end the transaction."""
-    statement = ""
-    for line in _TABLES.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
-
-
 @contextlib.contextmanager
-def _failures(path: Path) -> Iterator[None]:
+def _failures(path: Path) -> Iterator[Any]:
+    """Errors of SQLite as longchat's; yields its module, which not every Python has."""
     try:
-        yield
+        import sqlite3
+    except ImportError as error:
+        raise StorageError(f"the log {path} cannot be used", "this Python has no sqlite3") from error
+    try:
+        yield sqlite3
     except sqlite3.OperationalError as error:
         raise StorageError(f"the log {path} cannot be used", str(error)) from error
     except sqlite3.DatabaseError as error:

@@ -32,17 +32,20 @@ class File:
     @cached_property
     def table(self) -> dict[str, Any]:
         """What is in the file; nothing when there is none. Raises BadConfig."""
+        text = self.text()
+        if not text:
+            return {}
         import tomllib
 
         try:
-            return tomllib.loads(self.text())
+            return tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise BadConfig(f"{self.path} is not valid TOML", str(error), _REPAIR) from error
 
     def text(self) -> str:
         """The file as it stands. Raises BadConfig when it cannot be read."""
         try:
-            if not self.path.is_file():
+            if not _is_file(self.path):
                 return ""
             with self.path.open("rb") as file:
                 data = file.read(MOST_BYTES + 1)
@@ -130,7 +133,7 @@ def project_file() -> File | None:
         here = Path.cwd()
     except OSError:  # the working directory was removed
         return None
-    return next((File("project", path) for path in _upwards(here) if path.is_file()), None)
+    return next((File("project", path) for path in _upwards(here) if _is_file(path)), None)
 
 
 def new_project_file() -> File:
@@ -142,6 +145,11 @@ def is_foreign(file: File) -> bool:
     """Whether somebody else than this user or root could have written the file, as in /tmp."""
     owner = file.path.stat().st_uid
     return hasattr(os, "geteuid") and owner not in (0, os.geteuid())
+
+
+def _is_file(path: Path) -> bool:
+    """As `Path.is_file`; in a folder that may not be entered there is none."""
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def _upwards(folder: Path) -> Iterator[Path]:

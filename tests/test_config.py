@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -234,6 +235,21 @@ def test_set_refuses_what_it_does_not_know(user: Path, words: tuple[str, str]) -
     done = run("config", "set", *words)
     assert done.exit_code != 0
     assert not user.exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="drops from root to nobody")
+def test_folders_that_may_not_be_entered_hold_no_file(user: Path, project: Path) -> None:
+    user.write_text("quiet = true")
+    project.write_text("quiet = true")
+    user.parent.chmod(0o700)
+    project.parent.chmod(0o700)
+    if not (child := os.fork()):
+        code = 2
+        with contextlib.suppress(BaseException):
+            os.setuid(65534)
+            code = int(settings.project_file() is not None or settings.user_file().table != {})
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_new_file_is_private(user: Path) -> None:

@@ -140,6 +140,28 @@ def test_a_failure_costs_a_warning(
     assert "not logged" in line
 
 
+def test_a_place_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "logs.db").symlink_to(tmp_path / "none" / "logs.db")
+    for place in ("file", "link"):
+        monkeypatch.setenv("LONGCHAT_DATA_DIR", str(tmp_path / place))
+        Recorder(False, Console())(ENTRY)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("the answer is not logged")
+
+
+def test_a_python_without_sqlite_answers_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LONGCHAT_DATA_DIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
+    Recorder(False, Console())(ENTRY)
+    assert "no sqlite3; the answer is not logged" in capsys.readouterr().err
+
+
 Run = Callable[..., Result]
 
 
