@@ -185,12 +185,21 @@ def read_all(
             note = say([Text(text, document.name, part.begin)], instruction(question, kind), NOTE_TOKENS)
             if note is None:
                 break
+            note = note if kind == "list" else _tidy(note)
             notes.add(text, note)
         made.append(Note(part, note.strip(), kept))
         done += part.tokens
         if progress:
             progress(done, total)
     return made
+
+
+def _tidy(note: str) -> str:
+    """Each sentence once, and none that was cut off: small models go on when they have said all."""
+    bounds, _ = split_sentences(note)
+    found = list(dict.fromkeys(" ".join(note[begin:end].split()) for begin, end in bounds.tolist()))
+    whole = [sentence for sentence in found if sentence[-1] in ".!?。”\"’'"]
+    return " ".join(whole or found)
 
 
 def useful(notes: Sequence[Note]) -> list[Note]:

@@ -88,6 +88,15 @@ def test_empty_notes_are_left_out(text: str) -> None:
     assert whole.useful([kept]) == [kept]
 
 
+def test_sentences_said_again_or_cut_off_are_left_out_of_notes(tmp_path: Path) -> None:
+    part = whole.parts([BOOK], count, 60)[0]
+    said = "He went to Dover. He\nwent to Dover. It rained. He went to"
+    (note,) = whole.read_all([BOOK], [part], "Summarise.", "summary", lambda *_: said, Notes(tmp_path))
+    assert note.text == "He went to Dover. It rained."
+    (note,) = whole.read_all([BOOK], [part], "Summarise.", "summary", lambda *_: "unfinished", Notes(None))
+    assert note.text == "unfinished"
+
+
 def test_notes_beyond_the_room_are_read_in_groups() -> None:
     asked: list[str] = []
 
