@@ -196,8 +196,9 @@ def read_all(
 
 def _tidy(note: str) -> str:
     """Each sentence once, and none that was cut off: small models go on when they have said all."""
-    bounds, _ = split_sentences(note)
-    found = list(dict.fromkeys(" ".join(note[begin:end].split()) for begin, end in bounds.tolist()))
+    text = " ".join(note.split())
+    bounds, _ = split_sentences(text)
+    found = list(dict.fromkeys(text[begin:end] for begin, end in bounds.tolist()))
     whole = [sentence for sentence in found if sentence[-1] in ".!?。”\"’'"]
     return " ".join(whole or found)
 
