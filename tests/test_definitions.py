@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
+from test_recall import WordTokenizer
 
 from longchat_cli.documents import Document
 from longchat_cli.evaluation.repository import definitions, repository
@@ -40,15 +40,6 @@ class Copier:
         copy_all(source, "y")
         return self.count
 '''
-
-
-class WordTokenizer:
-    def encode(self, text: str) -> list[int]:
-        return self.encode_with_offsets(text)[0]
-
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
-        found = list(re.finditer(r"\s*(?:\w+|[^\w\s])", text))
-        return [sum(map(ord, m[0])) for m in found], [m.start() for m in found]
 
 
 @pytest.mark.parametrize(
