@@ -17,6 +17,8 @@ from longchat_cli.attention import method_class
 from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.constrain import Constraint
 from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
+from longchat_cli.models import lookup
+from longchat_cli.models.lookup import Lookup
 from longchat_cli.models.static import StaticStep
 from longchat_cli.pages import PAGE, Store
 from longchat_cli.prefix import Prefix
@@ -64,7 +66,11 @@ class LocalEngine:
         self.assembler = Assembler(tokenizer)
         self._info = info
         self.chunk = sys.maxsize if method.whole else min(chunk, method.chunk or chunk)
-        self.static = StaticStep(decoder, method) if compile else None
+        self.stepper: StaticStep | Lookup | None = None
+        if compile:
+            self.stepper = StaticStep(decoder, method)
+        elif lookup.serves(decoder, method):
+            self.stepper = Lookup(decoder, lambda: self.ids)
         self.reset()
 
     @property
@@ -74,14 +80,14 @@ class LocalEngine:
     @property
     def cache(self) -> Cache:
         """The state, up to date."""
-        if self.static is not None:
-            self.static.settle(self._cache)
+        if self.stepper is not None:
+            self.stepper.settle(self._cache)
         return self._cache
 
     @cache.setter
     def cache(self, cache: Cache) -> None:
-        if self.static is not None:
-            self.static.forget()
+        if self.stepper is not None:
+            self.stepper.forget()
         self._cache = cache
 
     def reset(self) -> None:
@@ -182,7 +188,7 @@ class LocalEngine:
 
     def coverage(self) -> Coverage:
         seen, visible = self.cache.seen, self.cache.visible()
-        held = self.cache.bytes() + (0 if self.static is None else self.static.bytes())
+        held = self.cache.bytes() + (0 if self.stepper is None else self.stepper.bytes())
         return Coverage(seen, visible, seen - visible, held)
 
     def snapshot(self) -> Any:
@@ -212,8 +218,8 @@ class LocalEngine:
     def feed(self, ids: Sequence[int], decoding: bool) -> None:
         """One forward, as a prompt or as decoding; whatever interrupts it leaves the state as it was."""
         logits = None
-        if self.static is not None and decoding and len(ids) == 1:
-            logits = self.static.feed(ids[0], self._cache)
+        if self.stepper is not None and decoding and len(ids) == 1:
+            logits = self.stepper.feed(ids[0], self._cache)
         self.logits = self._forward(ids, decoding) if logits is None else logits
         self.ids.extend(ids)
 
@@ -300,5 +306,5 @@ def open_engine(
 def with_method(engine: LocalEngine, name: str, options: Mapping[str, Any] | None = None) -> LocalEngine:
     """The same loaded model under another method, with an empty state."""
     info = replace(engine.info, method=name)
-    built, compiled = method_class(name).build(options or {}), engine.static is not None
+    built, compiled = method_class(name).build(options or {}), isinstance(engine.stepper, StaticStep)
     return LocalEngine(engine.decoder, engine.tokenizer, built, info, compile=compiled)

@@ -40,7 +40,7 @@ class FakeEngine:
         self.ids: list[int] = []
         self.read = 0
         self.failure: Exception | None = None
-        self.static = None
+        self.stepper = None
         self.reply: Callable[[str], str] = lambda said: f"You said: {said}"
 
     def count(self, text: str) -> int:

@@ -267,7 +267,7 @@ def test_a_session_is_the_same(engine_of, method, tmp_path):
     compiled, plain = engine_of(method, True), engine_of(method, False)
     found, wanted = converse(compiled, tmp_path / "a"), converse(plain, tmp_path / "b")
     assert found == wanted
-    assert compiled.static.layers[0].held(), "the fixed step served"
+    assert compiled.stepper.layers[0].held(), "the fixed step served"
     assert compiled.coverage().bytes > plain.coverage().bytes, "what the rings hold is counted"
 
 
@@ -277,7 +277,7 @@ def test_an_interrupted_answer_agrees_with_its_ids(engine_of, monkeypatch):
     stream = engine.generate(Sampling(max_tokens=40, temperature=0))
     for _ in range(15):
         next(stream)
-    layer = engine.static.layers[1]
+    layer = engine.stepper.layers[1]
 
     def interrupted(*inputs):
         raise KeyboardInterrupt

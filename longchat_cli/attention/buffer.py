@@ -63,6 +63,10 @@ class Storage:
         if self._tensors and self._tensors[0].shape[1] > usual + self.granule:
             self._move(usual, self._tensors)
 
+    def drop_after(self, index: int) -> None:
+        """Forget what stands at the absolute `index` and behind."""
+        self.end = max(min(self.end, index), self.first)
+
     def tensors(self) -> list[Tensor]:
         return list(self._tensors)
 
@@ -120,6 +124,10 @@ class Buffer:
 
     def drop_before(self, index: int) -> None:
         """Forget tokens before the absolute `index`."""
+        raise NotImplementedError
+
+    def drop_after(self, index: int) -> None:
+        """Forget tokens from the absolute `index` on."""
         raise NotImplementedError
 
     def parts(self) -> list[tuple[Keys, Keys, int]]:

@@ -19,6 +19,7 @@ class Full(Method):
     forgets = "nothing; beyond the trained window answers break down"
     cost = "memory and step time grow with length; reading costs length squared"
     dense_prompts = True
+    exact_rows = True
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> Layer:
         return FullLayer(self, rope)
@@ -32,3 +33,7 @@ class FullLayer(Layer):
     def spans(self, new: Step) -> list[Span]:
         self.kv.append(new.k, new.v)
         return causal(self.kv, new)
+
+    def rewind(self, seen: int) -> None:
+        self.kv.drop_after(seen)
+        self.seen = seen

@@ -98,6 +98,7 @@ class Method:
     chunk: ClassVar[int | None] = None  # most rows a prefill call may have, where the method sets it
     whole: ClassVar[bool] = False  # a prompt comes in one call
     observes_prompts: ClassVar[bool] = False  # wants the probabilities of every query of a prompt
+    exact_rows: ClassVar[bool] = False  # rows decoded together see what each would alone; `rewind` works
     prefill: str = option("own", "how prompts are read: own, or minference[:option=value,...]")
     kv_dtype: str = option(
         "auto",
@@ -222,6 +223,10 @@ class Layer:
             self.observe(scores, new)
         return out
 
+    def rewind(self, seen: int) -> None:
+        """Go back to the first `seen` tokens, where the method has `exact_rows`."""
+        raise NotImplementedError
+
     def turn(self, new: Step, apparent: Bound) -> Rotation | None:
         """The rotation that moves the new queries from their positions to `apparent` ones (a bound)."""
         if self.rope is None:
@@ -325,6 +330,12 @@ class Cache:
         text = self.text
         self.restore(self._empty)
         self.skipped, self.text = skipped, text
+
+    def rewind(self, position: int) -> None:
+        """Go back to an earlier position without a mark of it, where the method has `exact_rows`."""
+        for layer in self.own():
+            layer.rewind(position)
+        self.position = position
 
     def own(self) -> list[Layer]:
         return [layer for layer in self.layers if layer is not None]

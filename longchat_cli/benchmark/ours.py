@@ -24,11 +24,14 @@ def measure(job: Row) -> Row:
     """
     base = resident()  # torch is imported, longchat's own room is not
     from longchat_cli import kernels, local
+    from longchat_cli.models.lookup import Lookup
 
     torch.set_num_threads(job["threads"])
     settings = dict(job["engine"])
     kernels.force(settings.pop("kernel"))
     engine = local.open_engine(method=job["method"], options=job["options"], **settings)
+    if isinstance(engine.stepper, Lookup):
+        engine.stepper = None  # it is faster or slower with the text: steps of one token are measured
     ids, following = job["ids"], job["following"]
     _read(engine, ids[: job["warm"]], following[:3])
     figures = _read(engine, ids, following)
@@ -82,7 +85,7 @@ def _read(engine: LocalEngine, ids: Sequence[int], following: Sequence[int]) -> 
 
 def _about(engine: LocalEngine) -> Row:
     info = engine.info
-    decoding = [] if engine.static is None else [f"decoding: {engine.static.about}"]
+    decoding = [] if engine.stepper is None else [f"decoding: {engine.stepper.about}"]
     return {
         "model": info.model,
         "device": info.device,
