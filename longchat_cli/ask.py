@@ -26,8 +26,8 @@ from longchat_cli.sources import Sources, place, tokens_read
 from longchat_cli.terminal import Console, Interrupts
 from longchat_cli.terminal_text import Sanitizer
 
-MANY = 200_000
-"""Tokens from which indexing takes long enough to be announced."""
+LONG = 2.0
+"""Seconds after which it is said that an index is still being made."""
 QUOTED = 3
 """Passages that `quote` gives where the method's options name no number."""
 AROUND = 160
@@ -245,8 +245,6 @@ def ask(
             continue
         build, reused = time.perf_counter(), session.total
         if finder is None:
-            if session.total > MANY:
-                console.notice(f"indexing {session.total:,} tokens")
             finder = make_finder(engine, documents, request.options)
             reused = min(finder.reused, session.total)
         yield session.answer_from_passages(finder, question, time.perf_counter() - build, reused)
@@ -684,7 +682,15 @@ def local_finder(
     if chosen.find == "attention":
         heads = _attention_index(engine, documents, console, store)
     with console.progress("indexing") as bar:
-        ranker = Ranker(documents, engine.tokenizer, encoder, heads, store, bar, engine.info.fingerprint)
+        ranker = Ranker(
+            documents,
+            engine.tokenizer,
+            encoder,
+            heads,
+            store,
+            _announced(bar, console),
+            engine.info.fingerprint,
+        )
     default = ReadingPlan()
     plan = ReadingPlan(
         chosen.passages or default.passages,
@@ -692,6 +698,21 @@ def local_finder(
         default.order,
     )
     return PlannedFinder(ranker, plan, chosen.find)
+
+
+def _announced(bar: Progress | None, console: Console) -> Progress:
+    """Progress that says what takes long, where no bar shows it, too."""
+    begin, said = time.perf_counter(), False
+
+    def update(done: int, total: int) -> None:
+        nonlocal said
+        if not said and done < total and time.perf_counter() - begin > LONG:
+            said = True
+            console.notice(f"indexing {total:,} tokens")
+        if bar:
+            bar(done, total)
+
+    return update
 
 
 def _attention_index(

@@ -503,8 +503,9 @@ def test_default_model_end_to_end(default_model_dir: Path, book: Path) -> None:
         done = subprocess.run(command, stdin=text, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "4152637" in done.stdout
-    *warnings, line = done.stderr.splitlines()
-    assert all("finding by words alone" in warning for warning in warnings)  # where no encoder is pulled
+    *notices, line = done.stderr.splitlines()
+    expected = ("finding by words alone", "indexing")  # where no encoder is pulled / the machine is slow
+    assert all(any(part in notice for part in expected) for notice in notices)
     assert line.startswith("recall: retrieved 1 passage")
     assert "stdin:" in line
 
