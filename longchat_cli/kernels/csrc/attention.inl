@@ -167,6 +167,11 @@ inline void turn(const uint16_t* q, const LongchatSpan& s, int row, int dim, uin
 inline int64_t places_of(const LongchatSpan& s) { return s.index ? s.listed : s.keys; }
 inline int64_t chunks_of(const LongchatSpan& s) { return (places_of(s) + kKeys - 1) / kKeys; }
 
+// Where the logits of an observed row begin: those of the rows that are looked at are kept.
+inline int64_t logits_at(const LongchatSpan& s, int rows, int64_t head, int64_t row) {
+  return (s.observe_rows ? head * rows + row : head) * s.keys;
+}
+
 void attend(const LongchatAttention* a) {
   const int queries = a->heads * a->rows;
   int64_t items = 0, chunks = 0, logits = 0;
@@ -178,7 +183,7 @@ void attend(const LongchatAttention* a) {
     first_logit[s] = logits;
     items += span.groups * chunks_of(span);
     chunks += chunks_of(span);
-    if (span.observe) logits += span.keys * queries;
+    if (span.observe) logits += logits_at(span, a->rows, a->heads, 0);
   }
   const int64_t parts = chunks * queries;
   scratch.reset(parts * (sizeof(Part) + a->dim * 4) + logits * 4 + queries * (8 + a->n_spans * a->dim * 2));
@@ -239,7 +244,7 @@ void attend(const LongchatAttention* a) {
           if (a->softcap > 0)
             for (int j = 0; j < n; ++j) mine[j] = a->softcap * (2.0f * sigmoid(2.0f * mine[j] / a->softcap) - 1.0f);
           if (span.observe && (span.observe_rows || row == a->rows - 1)) {
-            float* logit = kept + first_logit[s] + query * span.keys;
+            float* logit = kept + first_logit[s] + logits_at(span, a->rows, head, row);
             for (int64_t j = low; j < high; ++j) logit[j] = -__builtin_inff();
             for (int j = 0; j < n; ++j) logit[at[j]] = mine[j];
           }
@@ -268,7 +273,7 @@ void attend(const LongchatAttention* a) {
       total += weight * mine[c].total;
       for (int i = 0; i < a->dim; ++i) sum[i] += weight * from[i];
     }
-    lse[query] = most + __builtin_logf(total);
+    lse[query] = total > 0 ? most + __builtin_logf(total) : 0.0f;  // a row that sees nothing scores nothing
     const float inverse = total > 0 ? 1.0f / total : 0.0f;
     uint16_t* out = a->out + head * a->out_head + row * a->out_row;
     for (int i = 0; i < a->dim; ++i) out[i] = narrow(sum[i] * inverse);
@@ -281,8 +286,8 @@ void attend(const LongchatAttention* a) {
       for (int h = 0; h < share; ++h) {
         float p = 0;
         for (int row = span.observe_rows ? 0 : a->rows - 1; row < a->rows; ++row) {
-          const int64_t query = (group * share + h) * a->rows + row;
-          p += exponential(logit[query * span.keys + j] - lse[query]);
+          const int64_t head = group * share + h;
+          p += exponential(logit[logits_at(span, a->rows, head, row) + j] - lse[head * a->rows + row]);
         }
         found = span.observe == 1 ? (p > found ? p : found) : found + p;
       }

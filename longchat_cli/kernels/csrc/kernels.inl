@@ -107,7 +107,7 @@ inline void quantize(const float* x, int cols, int group, int planes, Quantized 
       }
     float largest = 0;
     for (int l = 0; l < 16; ++l) largest = most[l] > largest ? most[l] : largest;
-    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;  // below, the quotient may be infinite
     int32_t whole = 0, fine = 0;
     for (int i = 0; i < group; ++i) {
       const float scaled = part[i] * inverse, code = nearest(scaled), rest = nearest((scaled - code) * 254.0f);
@@ -248,7 +248,8 @@ struct Codes {
       __m256i pairs;
       if (BITS == 8) {
         const __m256i code = _mm256_xor_si256(w[j][h], _mm256_set1_epi8(-128));
-        pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(other), _mm256_sign_epi8(code, other));
+        // Signs go to the activations: -128 has no opposite in int8.
+        pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(code), _mm256_sign_epi8(other, code));
       } else {
         pairs = _mm256_maddubs_epi16(w[j][h], other);
       }

@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -58,6 +59,20 @@ void work_loop(Pool* mine, int thread, uint32_t seen) {
   }
 }
 
+// As many workers as there are up to `wanted`, started if need be; fewer where the system gives no more threads.
+int hire(int wanted) {
+  while (pool->workers < wanted) {
+    try {
+      // A new worker waits for the next call: the last one's epoch it has seen.
+      std::thread(work_loop, pool, pool->workers + 1, pool->epoch.load()).detach();
+    } catch (const std::system_error&) {
+      return pool->workers;
+    }
+    ++pool->workers;
+  }
+  return wanted;
+}
+
 // A forked child has none of its parent's threads: it begins with a new pool.
 const int forked = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 
@@ -75,17 +90,13 @@ void Team::barrier() {
 }
 
 void run(int threads, Work work, void* context) {
-  if (threads > kMaxThreads) threads = kMaxThreads;
-  Team team(threads < 1 ? 1 : threads);
-  if (team.size() == 1) {
-    work(context, team, 0);
+  if (threads <= 1) {
+    Team alone(1);
+    work(context, alone, 0);
     return;
   }
   std::lock_guard<std::mutex> lock(pool->one_call);
-  while (pool->workers < team.size() - 1) {
-    // A new worker waits for the next call: the last one's epoch it has seen.
-    std::thread(work_loop, pool, ++pool->workers, pool->epoch.load()).detach();
-  }
+  Team team(1 + hire((threads > kMaxThreads ? kMaxThreads : threads) - 1));
   pool->call = {work, context, &team};
   pool->running.store(pool->workers, std::memory_order_relaxed);
   pool->epoch.fetch_add(1, std::memory_order_release);
