@@ -39,6 +39,7 @@ from longchat_cli.models.files import (
     write_json,
 )
 from longchat_cli.models.gguf import Gguf
+from longchat_cli.models.lean import FAMILIES, FULL, SLIDING
 from longchat_cli.models.native import TILES
 
 FORMAT = 2
@@ -49,7 +50,12 @@ GROUP = 32
 """Weights per scale of Q4_0 and Q4_1, and the group size of torch's packed int4 product."""
 
 Json = dict[str, Any]
-_LLAMA_LIKE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_LLAMA_LIKE = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -68,6 +74,17 @@ _IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA3 = _IN_BLOCK | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_HEAD_NORMS = {"attn_q_norm": "head_dim", "attn_k_norm": "head_dim"}
+_MORE_NORMS = {
+    "qwen3": _HEAD_NORMS,
+    "gemma3_text": _HEAD_NORMS | {"post_attention_norm": "hidden_size", "post_ffw_norm": "hidden_size"},
+}
+"""Norms of a decoder layer beside Llama's, and the size of each, by model_type."""
 _PACKED = {
     "qkv": ("attn_q", "attn_k", "attn_v"),
     "o": ("attn_output",),
@@ -228,6 +245,8 @@ def llama_config(gguf: Gguf) -> Json:
         "bos_token_id": vocabulary.token_id(gguf, "bos"),
         "eos_token_id": vocabulary.token_id(gguf, "eos"),
     }
+    if gguf.architecture == "gemma3":
+        return config | _gemma3(gguf, config)
     if gguf.get("attention.sliding_window"):
         if gguf.architecture != "llama":
             raise BadInput(
@@ -236,6 +255,30 @@ def llama_config(gguf: Gguf) -> Json:
         window = gguf.number("attention.sliding_window")
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     return config
+
+
+def _gemma3(gguf: Gguf, config: Json) -> Json:
+    """What config.json of Gemma 3 has beside a Llama-like one, or otherwise."""
+    layers = config["num_hidden_layers"]
+    every = gguf.number("attention.sliding_window_pattern", 6)
+    # Files do not say what queries are divided by; of the sizes published only 27B, of 62 layers, differs.
+    divisor = config["head_dim"]
+    if layers == 62:
+        divisor = config["hidden_size"] // config["num_attention_heads"]
+    local = float(gguf.get("rope.freq_base_swa", 10_000.0))
+    return {
+        "model_type": "gemma3_text",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": [FULL if i % every == 0 else SLIDING for i in range(1, layers + 1)],
+        "sliding_window": gguf.number("attention.sliding_window"),
+        "query_pre_attn_scalar": divisor,
+        "final_logit_softcapping": gguf.get("final_logit_softcapping"),
+        "rope_parameters": {
+            FULL: config["rope_parameters"],
+            SLIDING: {"rope_type": "default", "rope_theta": local},
+        },
+    }
 
 
 def _embedding(gguf: Gguf) -> tuple[int, ...]:
@@ -295,10 +338,11 @@ def tensor_names(gguf: Gguf, config: Json) -> dict[str, tuple[str, tuple[int, ..
     if config["tie_word_embeddings"]:
         del expected["output.weight"]
     shapes = _block_shapes(config)
+    table = _GEMMA3 if gguf.architecture == "gemma3" else _IN_BLOCK
     for block in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             part, suffix = name.split(".")
-            expected[f"blk.{block}.{name}"] = (f"model.layers.{block}.{_IN_BLOCK[part]}.{suffix}", shape)
+            expected[f"blk.{block}.{name}"] = (f"model.layers.{block}.{table[part]}.{suffix}", shape)
     _compare(gguf, expected)
     return expected
 
@@ -310,8 +354,7 @@ def _block_shapes(config: Json) -> dict[str, tuple[int, ...]]:
     products = {"attn_q": (q, width), "attn_k": (kv, width), "attn_v": (kv, width), "attn_output": (width, q)}
     products |= {"ffn_gate": (hidden, width), "ffn_up": (hidden, width), "ffn_down": (width, hidden)}
     norms = {"attn_norm": width, "ffn_norm": width}
-    if config["model_type"] == "qwen3":
-        norms |= {"attn_q_norm": dim, "attn_k_norm": dim}
+    norms |= {name: config[size] for name, size in _MORE_NORMS.get(config["model_type"], {}).items()}
     biased = ["attn_q", "attn_k", "attn_v"] if config["attention_bias"] else []
     biased += ["attn_output"] if biased and config["model_type"] != "qwen2" else []
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in products.items()}
@@ -350,11 +393,14 @@ def _rows(gguf: Gguf, name: str, config: Json) -> np.ndarray:
 def _write_weights(gguf: Gguf, config: Json, target: Path) -> None:
     """model.safetensors in bfloat16, one tensor at a time."""
     names = tensor_names(gguf, config)
+    offset = FAMILIES[config["model_type"]].norm_offset  # GGUF files hold norms' factors as they are
 
     def tensors() -> Iterator[torch.Tensor]:
         for name, (_, shape) in names.items():
             rows = _rows(gguf, name, config).reshape(gguf.rows(name).shape)
-            yield torch.from_numpy(gguf.values(rows, name)).to(torch.bfloat16).reshape(shape)
+            values = torch.from_numpy(gguf.values(rows, name))
+            values = values - offset if name.endswith("norm.weight") else values
+            yield values.to(torch.bfloat16).reshape(shape)
 
     _write_safetensors(target, "BF16", dict(names.values()), tensors(), {"format": "pt"})
 
