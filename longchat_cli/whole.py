@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longchat_cli.citations import Checker
+from longchat_cli.citations import Checker, Citation
 from longchat_cli.config import cache_dir, private
 from longchat_cli.documents import Document
 from longchat_cli.prompt import Text
@@ -28,6 +28,8 @@ PART_TOKENS = 1536
 """Tokens of a part at most; small models note little of longer ones."""
 NOTE_TOKENS = 96
 """Tokens of a note at most."""
+TERM = 3
+"""Words of an item of a list that need not be quoted."""
 NOTHING = re.compile(r"\W*(?:none|nothing|no|n/?a|not mentioned|unknown)\b\W*", re.IGNORECASE)
 
 EMPTY = "Nothing of that kind was found."
@@ -259,11 +261,16 @@ def items(notes: Sequence[Note], documents: Sequence[Document]) -> tuple[list[st
             same = re.sub(r"\W+", " ", item.casefold()).strip()
             if not same or NOTHING.fullmatch(item):
                 continue
-            if all(citation.verdict != "not found" for citation in part.check(item)):
+            if all(_has(citation, item) for citation in part.check(item)):
                 found.setdefault(same, item)
             else:
                 strange.add(same)
     return list(found.values()), len(strange - found.keys())
+
+
+def _has(citation: Citation, item: str) -> bool:
+    """A quote; or a mention, of a name or a term: a sentence's words stand together by chance."""
+    return citation.verdict == "verified" or (citation.verdict == "mentions" and len(item.split()) <= TERM)
 
 
 def _alone(part: Part, documents: Sequence[Document]) -> Document:

@@ -76,9 +76,9 @@ def test_parts_end_with_places_from_half_full_on() -> None:
 
 def test_items_of_all_lists_are_joined_and_strange_ones_left_out() -> None:
     cut = whole.parts([BOOK], count, 60)
-    lists = ["- Dover\n- Essen.\n- Madrid", "1. dover\n2. Cadiz", "none"]
+    lists = ["- Dover\n- Essen.\n- Madrid\n- Dover by cart of the miller", "1. dover\n2. Cadiz", "none"]
     notes = [Note(part, text) for part, text in zip(cut, lists, strict=False)]
-    assert whole.items(whole.useful(notes), [BOOK]) == (["Dover", "Essen", "Cadiz"], 1)
+    assert whole.items(whole.useful(notes), [BOOK]) == (["Dover", "Essen", "Cadiz"], 2)
 
 
 @pytest.mark.parametrize("text", ["none", "None.", "- nothing", "", "N/A", "No"])
