@@ -318,7 +318,7 @@ def test_killed_while_reading_many_times(
 
 
 def test_two_processes_at_once(make: Make, tiny_model: Callable[..., Path], root: Path) -> None:
-    ids = text(60 * PAGE)
+    ids = text(24 * PAGE)
     both = [reader(tiny_model(), root, ids, "full") for _ in range(2)]
     for process in both:
         process.communicate(timeout=120)
