@@ -44,13 +44,14 @@ def _triton(module: str) -> Kernel:
     )
 
 
-_NATIVE = "longchat's own library, for decoding on a CPU"
+_NATIVE = "longchat's own library: decoding on a CPU, and prompts where it has tile instructions (AMX)"
 
 KERNELS = (
     Kernel(
         "flash", flash.accepts, flash.attend, flash.missing, "flash-attn, for plain full attention on a GPU"
     ),
     Kernel("native", native.accepts_few, native.attend, native.missing, _NATIVE),
+    Kernel("native", native.accepts_many, native.attend_many, native.missing, _NATIVE),
     _triton("triton_decode"),
     _triton("triton_prefill"),
     Kernel(

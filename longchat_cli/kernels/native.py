@@ -20,10 +20,12 @@ from torch import Tensor
 from longchat_cli.kernels.packed import Packed
 from longchat_cli.kernels.span import Bound, Observe, Span
 
-ABI = 2
+ABI = 3
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
+MANY = 32
+"""From so many rows on tile instructions are worth laying out the keys for them."""
 WIDEST, MOST_SPANS = 512, 6
 _REDUCE = {"max": 1, "mean": 2, "sum": 3}
 
@@ -92,6 +94,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "enter": [*[_POINTER] * 3, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
     "leave": [*[_POINTER] * 3, _COUNT, _POINTER, _STRIDE, _STRIDE],
     "attend": [_POINTER],
+    "attend_many": [_POINTER],
     "add_norm": [*[_POINTER] * 5, _COUNT, _COUNT, c_float, _COUNT],
     "rotate": [*[_POINTER] * 4, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
     "gated": [*[_POINTER] * 3, _STRIDE, _COUNT, _POINTER],
@@ -156,6 +159,8 @@ def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tens
         return "not on CPU"
     if q.dtype != torch.bfloat16:
         return f"dtype {q.dtype}"
+    if not q.shape[1]:
+        return "no rows"
     dim = q.shape[-1]
     if dim % 16 or dim > WIDEST:
         return f"heads of width {dim}"
@@ -176,6 +181,17 @@ def accepts_few(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: 
     return "many rows" if q.shape[1] > ROWS else accepts(q, spans, softcap, sinks)
 
 
+def accepts_many(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
+    """As `accepts`, where the library has tile instructions for many rows."""
+    if q.shape[1] < MANY:
+        return "few rows"
+    if any(span.index is not None or span.observe is not None for span in spans):
+        return "listed keys, or probabilities asked for"
+    if reason := accepts(q, spans, softcap, sinks):
+        return reason
+    return None if library().longchat_attends_many() else "no tile instructions"
+
+
 def attend(
     q: Tensor,
     spans: Sequence[Span],
@@ -187,6 +203,28 @@ def attend(
 
     Bytes: every visible key and value once for each KV head, whatever the number of heads that share it.
     """
+    return _attend("attend", q, spans, scale, softcap, sinks)
+
+
+def attend_many(
+    q: Tensor,
+    spans: Sequence[Span],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """As `reference.attend`, in bfloat16 with float32 sums, 32 rows at a time (FlashAttention, Dao et al.)."""
+    return _attend("attend_many", q, spans, scale, softcap, sinks)
+
+
+def _attend(
+    name: str,
+    q: Tensor,
+    spans: Sequence[Span],
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None]]:
     heads, rows, dim = q.shape
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -218,7 +256,7 @@ def attend(
         scale,
         softcap or 0.0,
     )
-    library().longchat_attend(ctypes.byref(call))
+    getattr(library(), f"longchat_{name}")(ctypes.byref(call))
     return out, scores
 
 

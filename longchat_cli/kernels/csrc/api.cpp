@@ -32,7 +32,7 @@ Choice chosen = widest();
 
 using longchat::chosen;
 
-int longchat_abi() { return 2; }
+int longchat_abi() { return 3; }
 
 const char* longchat_isa() { return chosen.name; }
 

@@ -711,4 +711,16 @@ void gated(const LongchatModel* m, const uint16_t* gate, const uint16_t* up, int
   });
 }
 
+// A query as it is turned for a span, rounded as it was.
+inline void turn(const uint16_t* q, const LongchatSpan& s, int row, int dim, uint16_t* to) {
+  const float *cos = s.cos + static_cast<int64_t>(row) * s.planes, *sin = s.sin + static_cast<int64_t>(row) * s.planes;
+  const int step = s.interleaved ? 2 : 1, apart = s.interleaved ? 1 : s.planes;
+  for (int i = 0; i < s.planes; ++i) {
+    const float a = widen(q[i * step]), b = widen(q[i * step + apart]);
+    to[i * step] = narrow(a * cos[i] - b * sin[i]);
+    to[i * step + apart] = narrow(b * cos[i] + a * sin[i]);
+  }
+  for (int i = 2 * s.planes; i < dim; ++i) to[i] = q[i];
+}
+
 }  // namespace

@@ -87,6 +87,10 @@ void longchat_leave(const LongchatModel*, const LongchatBlock*, float* x, int ro
 
 void longchat_attend(const LongchatAttention*);
 
+// The same for many rows, with tile instructions where this CPU has them: no lists, nothing observed.
+int longchat_attends_many();
+void longchat_attend_many(const LongchatAttention*);
+
 // The same steps for many rows, whose products are somebody else's.
 // x += add (bfloat16 or null; normed by `after` first if given); out = norm(x), bfloat16.
 void longchat_add_norm(float* x, const uint16_t* add, const float* after, const float* weight, uint16_t* out,
