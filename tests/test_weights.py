@@ -40,14 +40,14 @@ class Path:
 PATHS = {
     "lean-float32": Path("smollm2", "float32", True, 1e-4, 1e-4),
     "lean-bfloat16": Path("smollm2", "bfloat16", True, 0.3, 0.3),
-    "lean-int4": Path("smollm2", "bfloat16", True, 0.3, 0.4, packed=True),
+    "lean-low-bit": Path("smollm2", "bfloat16", True, 0.5, 0.5, packed=True),
     "transformers-float32": Path("smollm2", "float32", False, 1e-4, 1e-4),
     "transformers-bfloat16": Path("smollm2", "bfloat16", False, 0.6, 0.6),
     "gemma-float32": Path("gemma3-270m", "float32", False, 1e-4, 1e-4),
     "gemma-bfloat16": Path("gemma3-270m", "bfloat16", False, 1.0, 1.0),
 }
-QUICK = {"lean-int4", "transformers-bfloat16"}
-"""The paths of a default run: packed weights decode, the same file's bfloat16 ones read."""
+QUICK = {"lean-low-bit", "transformers-bfloat16"}
+"""The paths of a default run: low-bit weights decode, the same file's bfloat16 ones read."""
 
 SELECTION = {"full", "sink"}
 """In bfloat16 methods that select keys by score may choose others for a rounding: they run in float32."""
