@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longchat_cli import __version__, kernels
 from longchat_cli.attention import method_class
 from longchat_cli.config import cache_dir
-from longchat_cli.errors import StorageError
+from longchat_cli.errors import BadInput, StorageError
 from longchat_cli.kernels import Rotation, native
-from longchat_cli.models import lean
+from longchat_cli.models import lean, tiles
 from longchat_cli.models.fetch import Say, to_stderr
 from longchat_cli.models.files import read_json, write_json
 
@@ -68,6 +68,8 @@ def _refusal(decoder: lean.LeanDecoder) -> str | None:
         return f"--kernel {kernels.forced()}"
     if decoder.dim % 16 or decoder.dim > native.WIDEST:
         return f"heads of width {decoder.dim}"
+    if any(block.gate_up.bias is not None or block.down.bias is not None for block in decoder.blocks):
+        return "biases in the MLP"
     return native.missing()
 
 
@@ -91,7 +93,7 @@ def _difference(decoder: lean.LeanDecoder, products: NativeProducts, fingerprint
 def _compare(decoder: lean.LeanDecoder, products: NativeProducts) -> float:
     """The largest distance between the two paths' logits over the steps of a trial, in their spread."""
     ids = torch.randint(decoder.vocab_size, (sum(TRIAL),), generator=torch.Generator().manual_seed(0))
-    before, asked = decoder.products, kernels.forced()
+    before, asked, served = decoder.products, kernels.forced(), kernels.served.copy()
     try:
         found = _trial(decoder, products, ids)
         kernels.force("sdpa")
@@ -99,6 +101,8 @@ def _compare(decoder: lean.LeanDecoder, products: NativeProducts) -> float:
     finally:
         decoder.products = before
         kernels.force(asked)
+        kernels.served.clear()  # --verbose counts what answers took
+        kernels.served.update(served)
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((found - expected).norm(dim=-1) / spread).nan_to_num(torch.inf).max())
 
@@ -114,34 +118,62 @@ def _trial(decoder: lean.LeanDecoder, products: lean.Products, ids: Tensor) -> T
 
 
 class Tiles:
-    """The tiles of a ready form: `parts(product)` as the library's structures, memory-mapped."""
+    """The tiles of a ready form, memory-mapped. Raises BadInput when the file is not what it says.
+
+    The library reads as far as a form says: one that does not fit its bytes or its model must not reach it.
+    """
 
     def __init__(self, file: Path) -> None:
-        with safe_open(file, framework="pt") as handle:
-            self.tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-            self.forms = {name: json.loads(form) for name, form in handle.metadata().items()}
+        self.file = file
+        try:
+            with safe_open(file, framework="pt") as handle:
+                self.tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+                stored = (handle.metadata() or {}).items()
+                self.forms = {name: tiles.Form(**json.loads(form)) for name, form in stored}
+            fit = all(tensor.shape == self.forms[name].shape for name, tensor in self.tensors.items())
+        except (SafetensorError, OSError, TypeError, ValueError, KeyError) as error:
+            raise self._damaged(str(error)) from error
+        if not fit or any(tensor.dtype != torch.uint8 for tensor in self.tensors.values()):
+            raise self._damaged("its tiles do not have the size that it says")
 
-    def parts(self, product: str) -> list[native.Linear]:
-        """Empty where the product has no tiles."""
+    def _damaged(self, why: str) -> BadInput:
+        return BadInput(f"{self.file} is damaged", why, "remove it and pull the model again")
+
+    def parts(self, product: str, weights: Sequence[Tensor]) -> list[native.Linear]:
+        """The library's structures for `weights` below one another; empty where there are none."""
         names = [f"{product}.{index}" for index in range(3) if f"{product}.{index}" in self.tensors]
+        forms = [self.forms[name] for name in names]
+        if not forms:
+            return []
+        rows, cols = sum(len(weight) for weight in weights), weights[0].shape[1]
+        if sum(form.rows for form in forms) != rows or any(form.cols != cols for form in forms):
+            raise self._damaged(f"{product} has other tiles than weights")
         return [
-            native.Linear(self.tensors[name].data_ptr(), **self.forms[name], planes=PLANES) for name in names
+            native.Linear(
+                self.tensors[name].data_ptr(),
+                form.rows,
+                form.cols,
+                form.bits,
+                form.group,
+                form.offset,
+                PLANES,
+            )
+            for name, form in zip(names, forms, strict=True)
         ]
 
 
 class NativeProducts(lean.Products):
     """`lean.Products` with everything but the products of many rows done by the library."""
 
-    def __init__(self, decoder: Any, tiles: Tiles | None) -> None:
+    def __init__(self, decoder: Any, tiled: Tiles | None) -> None:
         super().__init__(decoder)
-        self.tiles = tiles  # the structures below point into it
+        self.tiles = tiled  # the structures below point into it
         d = decoder
         gate, threads = _GATES[d.activation], torch.get_num_threads()
         self.model = native.Model(d.heads, d.kv_heads, d.dim, d.width, d.hidden, gate, threads, d.eps)
         self.kept: list[Tensor] = []  # what only the structures point to
         self.blocks = [self._block(index, block) for index, block in enumerate(d.blocks)]
-        head = tiles.parts("head") if tiles else []
-        self.head = head[0] if head else _dense([d.head])[0]
+        self.head = self._parts("head", [d.head])[0]
 
     def _block(self, index: int, block: lean.Block) -> native.Block:
         made = native.Block()
@@ -154,11 +186,14 @@ class NativeProducts(lean.Products):
                 self.kept.append(bias.float().contiguous())
                 setattr(made, name, self.kept[-1].data_ptr())
         for name in ("qkv", "o", "gate_up", "down"):
-            tiled = self.tiles.parts(f"layers.{index}.{name}") if self.tiles else []
-            parts = tiled or _dense(getattr(block, name).weights)
+            parts = self._parts(f"layers.{index}.{name}", getattr(block, name).weights)
             for place, part in enumerate(parts):
                 getattr(made, name)[place] = part
         return made
+
+    def _parts(self, product: str, weights: Sequence[Tensor]) -> list[native.Linear]:
+        tiled = self.tiles.parts(product, weights) if self.tiles else []
+        return tiled or [native.Linear(x.data_ptr(), *x.shape, 16, 32, 0, 1) for x in weights]
 
     def enter(self, index: int, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         d, rows = self.decoder, x.shape[0]
@@ -224,10 +259,6 @@ class NativeProducts(lean.Products):
         native.library().longchat_add_norm(
             _at(x), *addresses, *x.shape, self.decoder.eps, torch.get_num_threads()
         )
-
-
-def _dense(weights: Sequence[Tensor]) -> list[native.Linear]:
-    return [native.Linear(weight.data_ptr(), *weight.shape, 16, 32, 0, 1) for weight in weights]
 
 
 def _at(tensor: Tensor) -> int:

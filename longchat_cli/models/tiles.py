@@ -46,6 +46,13 @@ class Form:
     group: int
     offset: int
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the tiles in bytes. Raises KeyError where there are none of this form."""
+        numbers = {16: 2, 32: 1}[self.group] * (2 if self.offset < 0 else 1)
+        record = {4: 256, 5: 320, 8: 512}[self.bits] + numbers * TILE * 2
+        return -(-self.rows // TILE), -(-self.cols // RECORD), record
+
 
 def served(kinds: Sequence[Type]) -> bool:
     """Whether weights of all these types have tiles."""
