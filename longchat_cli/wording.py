@@ -46,7 +46,8 @@ _CONTRACTED_IS = _set("he she it that what who there here where how")
 _SAME = {
     "upon": "on", "toward": "towards", "amongst": "among", "whilst": "while", "till": "until",
     "although": "though", "%": "percent", "men": "man", "women": "woman", "children": "child", "feet": "foot",
-    "teeth": "tooth", "mice": "mouse", "geese": "goose", "wives": "wife", "knives": "knife", "wolves": "wolf", "halves": "half", "selves": "self", "thieves": "thief",
+    "teeth": "tooth", "mice": "mouse", "geese": "goose", "wives": "wife", "knives": "knife", "wolves": "wolf",
+    "halves": "half", "selves": "self", "thieves": "thief",
     "died": "die", "dying": "die", "lied": "lie", "lying": "lie", "tied": "tie", "tying": "tie",
 }  # fmt: skip
 _VERBS = """

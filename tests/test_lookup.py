@@ -1,4 +1,4 @@
-"""Prompt lookup: the same answer as plain decoding to the last bit, and a state without a trace of guesses."""
+"""Prompt lookup: the answer of plain decoding to the last bit, and a state without a trace of guesses."""
 
 from __future__ import annotations
 

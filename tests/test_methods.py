@@ -367,9 +367,24 @@ def test_numbers_out_of_range_are_refused(name, option, value):
 def test_a_pooling_wider_than_the_text_takes_no_memory_and_ranks_as_the_widest():
     weights = torch.rand(2, 9, generator=torch.Generator().manual_seed(0))
     for kind in ("max", "mean"):
-        widest = ranked(pooled(weights, 17, kind))
-        assert torch.equal(ranked(pooled(weights, 2**31 - 1, kind)), widest)
-        assert torch.equal(ranked(pooled(weights, 40, kind)), widest)
+        widest = ranked(pooled(weights, 17, kind), 9)
+        assert torch.equal(ranked(pooled(weights, 2**31 - 1, kind), 9), widest)
+        assert torch.equal(ranked(pooled(weights, 40, kind), 9), widest)
+
+
+def test_ranked_takes_the_earlier_of_equals_however_few_are_asked_for():
+    generator = torch.Generator().manual_seed(0)
+    for scores in (torch.randint(0, 5, (3, 400), generator=generator).float(), torch.zeros(2, 50)):
+        everything = scores.sort(dim=-1, descending=True, stable=True).indices
+        for count in (0, 1, 7, 40, scores.shape[1] // 2, scores.shape[1]):
+            assert torch.equal(ranked(scores, count), everything[:, :count])
+
+
+def test_pooling_is_torchs():
+    weights = torch.rand(3, 40, generator=torch.Generator().manual_seed(0))
+    for width in (1, 2, 3, 7, 8, 15):
+        padded = torch.nn.functional.pad(weights, ((width - 1) // 2, width // 2))
+        assert torch.equal(pooled(weights, width), torch.nn.functional.max_pool1d(padded, width, stride=1))
 
 
 def test_unknown_method_has_a_hint():

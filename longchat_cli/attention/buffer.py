@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longchat_cli.errors import UsageError
+from longchat_cli.kernels import native
 from longchat_cli.kernels.packed import RUN, Grid, Keys, Packed, common_grid, dense, pack, rows_at
 
 
@@ -210,7 +211,7 @@ class KVBuffer(Storage, Buffer):
 
     def gather(self, index: Tensor) -> KVBuffer:
         taken = KVBuffer(self.end - index.shape[1], self.stored)
-        taken.append(rows_at(self.k, index), rows_at(self.v, index))
+        taken.append(native.gather(self.k, index), native.gather(self.v, index))
         return taken
 
     def take(self, index: Tensor) -> KVBuffer:

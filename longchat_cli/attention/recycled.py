@@ -81,5 +81,5 @@ class RecycledLayer(RefreshLayer):
     def _choose(self, weights: Tensor) -> None:
         """Fill the small cache with the highest weights [KV heads, keys], in ascending order."""
         self.count = self.method.keep or max(weights.shape[-1] // self.method.fraction, 1)
-        top = ranked(pooled(weights, self.method.pool))[:, : self.count].flip(-1)
+        top = ranked(pooled(weights, self.method.pool), self.count).flip(-1)
         self.small = self.kv.gather(top)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longchat_cli.kernels.packed import Packed
-from longchat_cli.kernels.span import Bound, Observe, Span
+from longchat_cli.kernels.packed import Packed, rows_at
+from longchat_cli.kernels.span import Bound, Span
 
-ABI = 3
+ABI = 4
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
@@ -95,6 +95,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "leave": [*[_POINTER] * 3, _COUNT, _POINTER, _STRIDE, _STRIDE],
     "attend": [_POINTER],
     "attend_many": [_POINTER],
+    "gather": [_POINTER, _STRIDE, _STRIDE, _POINTER, _POINTER, _COUNT, _STRIDE, _STRIDE, _COUNT],
     "add_norm": [*[_POINTER] * 5, _COUNT, _COUNT, c_float, _COUNT],
     "rotate": [*[_POINTER] * 4, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
     "gated": [*[_POINTER] * 3, _STRIDE, _COUNT, _POINTER],
@@ -181,7 +182,9 @@ def accepts_few(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: 
     return "many rows" if q.shape[1] > ROWS else accepts(q, spans, softcap, sinks)
 
 
-def accepts_many(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
+def accepts_many(
+    q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None
+) -> str | None:
     """As `accepts`, where the library has tile instructions for many rows."""
     if q.shape[1] < MANY:
         return "few rows"
@@ -213,7 +216,7 @@ def attend_many(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """As `reference.attend`, in bfloat16 with float32 sums, 32 rows at a time (FlashAttention, Dao et al.)."""
+    """As `reference.attend`, in bfloat16 with float32 sums, 32 rows at a time (FlashAttention)."""
     return _attend("attend_many", q, spans, scale, softcap, sinks)
 
 
@@ -291,6 +294,25 @@ def _describe(span: Span, score: Tensor | None, rows: int, kept: list[Any]) -> _
         made.observe, made.observe_rows = _REDUCE[observe.heads], observe.rows == "sum"
         made.observe_groups, made.observed = score.shape[0], score.data_ptr()
     return made
+
+
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    """As `rows_at`: x [heads, n, dim] at index int64 [heads, m], each in 0..n-1 -> [heads, m, dim]."""
+    if x.device.type != "cpu" or x.stride(2) != 1 or missing():
+        return rows_at(x, index)
+    index, size = index.contiguous(), x.element_size()
+    taken = x.new_empty(*index.shape, x.shape[2])
+    library().longchat_gather(
+        x.data_ptr(),
+        x.stride(0) * size,
+        x.stride(1) * size,
+        index.data_ptr(),
+        taken.data_ptr(),
+        *index.shape,
+        x.shape[2] * size,
+        torch.get_num_threads(),
+    )
+    return taken
 
 
 def _bounds(bound: Bound, rows: int) -> Any:

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "isa.h"
+#include "threads.h"
 
 namespace longchat {
 namespace {
@@ -32,7 +33,7 @@ Choice chosen = widest();
 
 using longchat::chosen;
 
-int longchat_abi() { return 3; }
+int longchat_abi() { return 4; }
 
 const char* longchat_isa() { return chosen.name; }
 
@@ -81,4 +82,13 @@ void longchat_rotate(const LongchatModel* m, const LongchatBlock* b, const uint1
 void longchat_gated(const LongchatModel* m, const uint16_t* gate, const uint16_t* up, int64_t stride, int rows,
                     uint16_t* out) {
   chosen.isa->gated(m, gate, up, stride, rows, out);
+}
+
+void longchat_gather(const char* x, int64_t head, int64_t entry, const int64_t* index, char* to, int heads,
+                     int64_t n, int64_t bytes, int threads) {
+  longchat::parallel(threads, [&](longchat::Team& team, int) {
+    int64_t begin, end;
+    while (team.take(0, heads * n, 256, &begin, &end))
+      for (int64_t i = begin; i < end; ++i) memcpy(to + i * bytes, x + i / n * head + index[i] * entry, bytes);
+  });
 }

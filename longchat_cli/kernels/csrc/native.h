@@ -91,6 +91,10 @@ void longchat_attend(const LongchatAttention*);
 int longchat_attends_many();
 void longchat_attend_many(const LongchatAttention*);
 
+// to [heads, n, bytes] = the entries at `index` [heads, n] of x, whose heads and entries are so many bytes apart.
+void longchat_gather(const char* x, int64_t head, int64_t entry, const int64_t* index, char* to, int heads,
+                     int64_t n, int64_t bytes, int threads);
+
 // The same steps for many rows, whose products are somebody else's.
 // x += add (bfloat16 or null; normed by `after` first if given); out = norm(x), bfloat16.
 void longchat_add_norm(float* x, const uint16_t* add, const float* after, const float* weight, uint16_t* out,
