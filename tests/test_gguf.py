@@ -38,6 +38,7 @@ GEMMA = NAMES | {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 Edit = Callable[[dict[str, np.ndarray], dict[str, Any]], None]
+Stored = Callable[[str, np.ndarray], tuple[np.ndarray, Type]]
 
 
 def gguf_name(name: str, table: dict[str, str]) -> str:
@@ -49,9 +50,17 @@ def gguf_name(name: str, table: dict[str, str]) -> str:
 
 
 def write_gguf(
-    path: Path, directory: Path, kind: Type = Type.F32, *, arch: str | None = None, edit: Edit | None = None
+    path: Path,
+    directory: Path,
+    kind: Type | Stored = Type.F32,
+    *,
+    arch: str | None = None,
+    edit: Edit | None = None,
 ) -> Path:
-    """Write the model in `directory` as llama.cpp's converter does: Q, K permuted, Gemma's norms plus one."""
+    """Write the model in `directory` as llama.cpp's converter does: Q, K permuted, Gemma's norms plus one.
+
+    `kind`: of every matrix, or what gives a matrix's stored rows and their type.
+    """
     config = json.loads((directory / "config.json").read_text())
     arch = arch or {"gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -105,7 +114,7 @@ def vocabulary_of(directory: Path) -> dict[str, Any]:
 
 
 def write(
-    path: Path, arch: str, tensors: dict[str, np.ndarray], metadata: dict[str, Any], kind: Type
+    path: Path, arch: str, tensors: dict[str, np.ndarray], metadata: dict[str, Any], kind: Type | Stored
 ) -> None:
     writer = gguf.GGUFWriter(path, arch)
     add: dict[type, Callable[[str, Any], None]] = {
@@ -121,8 +130,11 @@ def write(
     for name, values in tensors.items():
         if values.ndim == 1 or kind == Type.F32:
             writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
-        else:
+        elif isinstance(kind, Type):
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            rows, own = kind(name, values)
+            writer.add_tensor(name, rows, raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -27,11 +27,20 @@ BF16 = torch.bfloat16
 ISAS = ["avx512", "avx2", "neon", "portable"]
 
 
-@pytest.fixture(params=ISAS)
+def available() -> list[str]:
+    """The instructions that this CPU has of those the library is built for."""
+    if native.missing() is not None:
+        return ISAS[-1:]
+    before = native.isa()
+    found = [name for name in ISAS if native.use(name)]
+    assert native.use(before)
+    return found
+
+
+@pytest.fixture(params=available())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before = native.isa()
-    if not native.use(request.param):
-        pytest.skip(f"this CPU has no {request.param}")
+    assert native.use(request.param)
     yield request.param
     assert native.use(before)
 
@@ -261,17 +270,26 @@ QUANTIZED = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
 SIZE = {Type.Q4_K: 144, Type.Q5_K: 176, Type.Q6_K: 210}
 
 
-def blocks(kind: Type, rows: int, cols: int, seed: int = 0) -> np.ndarray:
-    """Stored rows uint8 [rows, bytes]: quantized noise where gguf can, else any bytes with small scales."""
+def blocks(
+    kind: Type, rows: int, cols: int, seed: int = 0, *, size: float = 1.0, values: np.ndarray | None = None
+) -> np.ndarray:
+    """Stored rows uint8 [rows, bytes]: noise or `values` quantized where gguf can, else any bytes.
+
+    Of any bytes, weights are up to about `size`.
+    """
     rng = np.random.default_rng(seed)
     if kind in QUANTIZED:
-        return gguf.quants.quantize(rng.normal(size=(rows, cols)).astype(np.float32), kind)
+        given = rng.normal(size=(rows, cols)) if values is None else values
+        return gguf.quants.quantize(given.astype(np.float32), kind)
     made = rng.integers(0, 256, (rows, cols // 256, SIZE[kind]), dtype=np.uint8)
-    numbers = (rng.random((rows, cols // 256, 2)) * 1e-2 + 1e-3).astype(np.float16).view(np.uint8)
+    # A number is multiplied by a scale below 64 (of Q6_K 128) and a code below 16 to 32.
+    factor, least = {Type.Q4_K: (1e-3, 8), Type.Q5_K: (5e-4, 16), Type.Q6_K: (2e-4, 0)}[kind]
+    numbers = rng.uniform(0.2, 1, (rows, cols // 256, 2)) * size * factor * np.array([1, least])
+    halves = numbers.astype(np.float16).view(np.uint8)
     if kind == Type.Q6_K:
-        made[..., 208:] = numbers[..., :2]
+        made[..., 208:] = halves[..., :2]
     else:
-        made[..., :4] = numbers
+        made[..., :4] = halves
     return made.reshape(rows, -1)
 
 
