@@ -30,7 +30,7 @@ from longchat_cli.models.files import read_json, write_json
 PLANES = 2
 """int8 numbers that an activation is kept in."""
 DIFFERS = 0.15
-"""Most that logits may differ from torch's, relative to their spread; rounding alone sets them 0.05 apart."""
+"""Most that logits may differ from torch's, relative to their spread; rounding alone sets them 0.07 apart."""
 TRIAL = (24, 8)
 """Tokens that the check reads at once, and those that it decodes one by one."""
 TILES = "tiles.safetensors"
@@ -92,9 +92,9 @@ def _difference(decoder: lean.LeanDecoder, products: NativeProducts, fingerprint
 
 def _compare(decoder: lean.LeanDecoder, products: NativeProducts) -> float:
     """The largest distance between the two paths' logits over the steps of a trial, in their spread."""
-    ids = torch.randint(decoder.vocab_size, (sum(TRIAL),), generator=torch.Generator().manual_seed(0))
     before, asked, served = decoder.products, kernels.forced(), kernels.served.copy()
     try:
+        ids = _own_text(decoder, products)
         found = _trial(decoder, products, ids)
         kernels.force("sdpa")
         expected = _trial(decoder, before, ids)
@@ -105,6 +105,23 @@ def _compare(decoder: lean.LeanDecoder, products: NativeProducts) -> float:
         kernels.served.update(served)
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     return float(((found - expected).norm(dim=-1) / spread).nan_to_num(torch.inf).max())
+
+
+def _own_text(decoder: lean.LeanDecoder, products: NativeProducts) -> Tensor:
+    """Tokens that follow one another by the model, int64 [sum(TRIAL)].
+
+    Over random ones rounding is amplified: it alone sets Gemma 3's logits up to 0.6 of their spread apart.
+    """
+    decoder.products = products
+    cache = decoder.new_cache(method_class("full").build({}))
+    cache.decoding = True
+    generator = torch.Generator().manual_seed(0)
+    ids = [int(decoder.config.get("bos_token_id") or 0)]
+    while len(ids) < sum(TRIAL):
+        logits = decoder.forward(torch.tensor(ids[-1:]), cache)[-1]
+        likely = logits.nan_to_num().softmax(-1)
+        ids.append(int(torch.multinomial(likely, 1, generator=generator)))
+    return torch.tensor(ids)
 
 
 def _trial(decoder: lean.LeanDecoder, products: lean.Products, ids: Tensor) -> Tensor:
