@@ -215,6 +215,8 @@ class StaticStep:
 def _refusal(decoder: Any, method: Method, layers: list[Layer]) -> str | None:
     if not isinstance(decoder, LeanDecoder):
         return "the model runs through transformers"
+    if any(layer.method is not method for layer in layers):
+        return "some layers of the model have a window of their own"
     if not all(isinstance(layer, WindowLayer) for layer in layers):
         return "the method's state has no fixed shape, as that of window, sink and lm-infinite has"
     return None if method.kv_dtype == "auto" else f"--kv-dtype is {method.kv_dtype}"

@@ -206,7 +206,7 @@ def all_heads(decoder: Reader) -> list[Head]:
 def group_size(decoder: Reader) -> int:
     """Query heads per KV head."""
     cache = decoder.new_cache(Tap())
-    decoder.read(torch.tensor([0]), cache, 1)
+    decoder.read(torch.tensor([0]), cache, decoder.layers)
     tap = next(layer for layer in cache.layers if isinstance(layer, TapLayer))
     assert tap.queries is not None
     return tap.queries.shape[0] // tap.kv.k.shape[0]
