@@ -182,9 +182,7 @@ def accepts_few(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: 
     return "many rows" if q.shape[1] > ROWS else accepts(q, spans, softcap, sinks)
 
 
-def accepts_many(
-    q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None
-) -> str | None:
+def accepts_many(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
     """As `accepts`, where the library has tile instructions for many rows."""
     if q.shape[1] < MANY:
         return "few rows"
