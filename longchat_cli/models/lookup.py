@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.kernels import native
-from longchat_cli.models.lean import LeanDecoder
+from longchat_cli.models.lean import SLIDING, LeanDecoder
 from longchat_cli.models.native import NativeProducts
 
 GRAM = 3
@@ -110,4 +110,5 @@ def serves(decoder: Any, method: Method) -> bool:
         and method.kv_dtype in ("auto", "bf16")
         and isinstance(decoder, LeanDecoder)
         and isinstance(decoder.products, NativeProducts)
+        and SLIDING not in decoder.kinds  # sums over a window are cut where it begins, which moves
     )
