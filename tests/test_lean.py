@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from longchat_cli import state
 from longchat_cli.attention import METHODS, method_class
 from longchat_cli.attention.hf import HFDecoder
+from longchat_cli.attention.layer import Cache
 from longchat_cli.errors import BadInput
 from longchat_cli.models.lean import FULL, SLIDING, LeanDecoder, refuses
 
@@ -97,20 +99,99 @@ def test_only_the_last_logits(saved):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_both_decoders_agree_under_every_method(saved, method):
-    path, stock = saved("llama3-rope")
+@pytest.mark.parametrize("name", ["llama3-rope", "gemma3"])
+def test_both_decoders_agree_under_every_method(saved, name, method):
+    path, _ = saved(name)
     lean = LeanDecoder.from_dir(path, dtype=torch.float32)
     built = method_class(method).build(SMALL.get(method, {}))
     ids = tiny.tokens(40)
-    outs = []
-    for model in (lean, HFDecoder(tiny.build(*MODELS["llama3-rope"][:1], **MODELS["llama3-rope"][1]))):
+    outs, visible = [], []
+    for model in (lean, HFDecoder(tiny.build(MODELS[name][0], **MODELS[name][1]))):
         cache = model.new_cache(built)
         # A last chunk of one token is reading, not decoding, in both.
         parts = [model.forward(ids[:27], cache, 27), model.forward(ids[27:28], cache)]
         cache.decoding = True
         parts += [model.forward(token.view(1), cache) for token in ids[28:]]
         outs.append(torch.cat(parts))
+        visible.append((cache.seen, cache.visible()))
     assert (outs[0] - outs[1]).abs().max() <= 1e-4
+    assert visible[0] == visible[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_states_with_sliding_layers_are_rolled_back_and_saved(saved, tmp_path, method):
+    """From a mark and from a file, beyond the sliding window of 16."""
+    model = LeanDecoder.from_dir(saved("gemma3")[0], dtype=torch.float32)
+    built = method_class(method).build(SMALL.get(method, {}))
+    ids, cache = tiny.tokens(40), model.new_cache(built)
+    model.forward(ids[:20], cache)
+    cache.decoding = True
+    mark = cache.snapshot()
+    state.save(tmp_path / "state", cache, {}, {})
+    visible = cache.visible()
+
+    def go_on(cache: Cache) -> Tensor:
+        cache.decoding = True
+        return torch.cat([model.forward(token.view(1), cache) for token in ids[20:]])
+
+    wanted = go_on(cache)
+    cache.restore(mark)
+    model.forward(tiny.tokens(9, seed=1), cache)
+    cache.restore(mark)
+    assert torch.equal(go_on(cache), wanted)
+    again = model.new_cache(built)
+    state.load(tmp_path / "state", again, {})
+    assert (again.seen, again.visible()) == (20, visible)
+    assert torch.equal(go_on(again), wanted)
+
+
+def test_sliding_layers_keep_their_window_and_no_more(saved):
+    """Two layers of three grow with the text; the first is bounded, and not what `visible` speaks of."""
+    model = LeanDecoder.from_dir(saved("gemma3")[0], dtype=torch.float32)
+    cache = model.new_cache(method_class("full").build({}))
+    held = []
+    for step in range(40):
+        model.forward(tiny.tokens(50, seed=step), cache)
+        first, *others = (sum(x.untyped_storage().nbytes() for x in layer.held()) for layer in cache.own())
+        held.append(first)
+        assert cache.bytes() == first + sum(others)
+        assert cache.visible() == cache.seen == 50 * (step + 1)
+    assert max(held[20:]) <= max(held[:20])
+    windowed = model.new_cache(method_class("window").build({"window": 9}))
+    model.forward(tiny.tokens(50), windowed)
+    assert windowed.visible() == 9, "the method's window, though the model's own is wider"
+
+
+def test_all_layers_see_every_row_where_some_slide(saved):
+    """A method that drops rows between layers would leave gaps in the windows."""
+    built = method_class("pyramidinfer").build(SMALL["pyramidinfer"])
+    for name, rows in (("gemma3", 30), ("llama", None)):
+        model = LeanDecoder.from_dir(saved(name)[0], dtype=torch.float32)
+        left = len(model.read(tiny.tokens(30), model.new_cache(built), model.layers))
+        assert left == rows if rows else left < 30
+
+
+def test_files_of_transformers_4_say_the_same_of_gemma(saved, tmp_path):
+    """Bases by name, every third layer full, and what is the default left out."""
+    layers = {"num_hidden_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING], "sliding_window": 9}
+    stock = tiny.build("Gemma3Text", **layers, rope_parameters={
+        FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+    })  # fmt: skip
+    stock.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_parameters", "layer_types", "tie_word_embeddings", "query_pre_attn_scalar"):
+        config.pop(name, None)
+    config |= {"rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    config |= {"sliding_window_pattern": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = tiny.tokens(40)
+    with torch.no_grad():
+        wanted = stock(input_ids=ids.unsqueeze(0)).logits[0]
+    model = LeanDecoder.from_dir(tmp_path, dtype=torch.float32)
+    assert (
+        model.forward(ids, model.new_cache(method_class("full").build({})), 40) - wanted
+    ).abs().max() <= 1e-4
 
 
 def test_bfloat16_stays_near_and_leading_logits_are_not_tied(saved):

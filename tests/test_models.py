@@ -576,12 +576,13 @@ def test_dtypes(tiny_model: Callable[..., Path]) -> None:
 def test_the_lean_forward_serves_llama_and_transformers_the_rest(tiny_model: Callable[..., Path]) -> None:
     kinds = {
         arch: type(load.load_decoder(load.find(str(tiny_model(arch))), "cpu", "float32")).__name__
-        for arch in ("llama", "qwen3", "gemma3_text", "phi3")
+        for arch in ("llama", "qwen3", "gemma3_text", "gemma2", "phi3")
     }
     assert kinds == {
         "llama": "LeanDecoder",
         "qwen3": "LeanDecoder",
-        "gemma3_text": "HFDecoder",
+        "gemma3_text": "LeanDecoder",
+        "gemma2": "HFDecoder",
         "phi3": "HFDecoder",
     }
 

@@ -75,7 +75,7 @@ def test_a_step_far_out_is_the_same_step(architecture, name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("architecture", ["llama", "llama3-rope", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "llama3-rope", "qwen3", "gemma3"])
 def test_a_step_far_out_is_the_same_step_in_the_lean_forward(architecture, name):
     assert drift(lean(architecture), name) <= TOLERANCE
 
