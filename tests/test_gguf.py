@@ -22,10 +22,13 @@ from conftest import TEXT, write_tiny_tokenizer
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
+from longchat_cli.attention import method_class
 from longchat_cli.errors import BadInput, LongchatError
 from longchat_cli.kernels import native
 from longchat_cli.models import catalog, convert, load, vocabulary
 from longchat_cli.models.gguf import Gguf
+from longchat_cli.models.lean import LeanDecoder
+from longchat_cli.models.native import TILES, NativeProducts, Tiles
 from longchat_cli.tokens import Tokenizer
 
 NAMES = {hf: name for name, hf in convert._IN_BLOCK.items()} | {
@@ -213,6 +216,84 @@ def test_gemma_norms_lose_their_one(
     assert config["model_type"] == "gemma3_text"
     assert "quantization_config" not in config
     assert not json.loads((ready / convert.RECORD).read_text())["packable"]
+
+
+GEMMA_METADATA = {
+    "gemma3.attention.sliding_window_pattern": 3,
+    "gemma3.final_logit_softcapping": 20.0,
+    "gemma3.rope.scaling.type": "linear",
+    "gemma3.rope.scaling.factor": 8.0,
+}
+GEMMA_OPTIONS = {
+    "tie_word_embeddings": True,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 16,
+    "final_logit_softcapping": 20.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
+
+
+def logits_of(decoder: LeanDecoder, ids: torch.Tensor, decode: bool = False) -> torch.Tensor:
+    cache = decoder.new_cache(method_class("full").build({}))
+    cache.decoding = decode
+    return torch.cat([decoder.forward(part, cache, len(part)) for part in ids.split(1 if decode else 30)])
+
+
+def test_a_gemma_file_becomes_the_model_it_was(
+    tiny_model: Callable[..., Path], tmp_path: Path, fresh_cache: Path
+) -> None:
+    """In stock transformers and in the lean forward, over three times its sliding window."""
+    from transformers import AutoModelForCausalLM
+
+    origin = tiny_model("gemma3_text", **GEMMA_OPTIONS)
+    path = write_gguf(tmp_path / "m.gguf", origin, edit=lambda _, metadata: metadata.update(GEMMA_METADATA))
+    ready = convert.ready(path, silent)
+    ids = torch.arange(3, 60)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.bfloat16).float()
+        wanted = model(ids[None]).logits[0]
+        found = AutoModelForCausalLM.from_pretrained(ready, dtype=torch.float32)(ids[None]).logits[0]
+    lean = logits_of(LeanDecoder.from_dir(ready, dtype=torch.float32), ids)
+    # Origin's norms are rounded to bfloat16 without their one, the file's with it taken off again.
+    assert torch.allclose(found, lean, atol=1e-4)
+    assert torch.allclose(found, wanted, atol=0.02)
+
+
+def test_the_largest_gemma_divides_queries_by_another_number(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    gguf = Gguf(write_gguf(tmp_path / "m.gguf", tiny_model("gemma3_text", **GEMMA_OPTIONS)))
+    assert convert.llama_config(gguf)["query_pre_attn_scalar"] == 16
+    gguf.metadata |= {"gemma3.block_count": 62, "gemma3.attention.head_count": 2}
+    assert convert.llama_config(gguf)["query_pre_attn_scalar"] == 64 // 2
+
+
+def mixed(name: str, values: np.ndarray) -> tuple[np.ndarray, Type]:
+    """As Q4_K_M files have it: values and embeddings in more bits than the rest."""
+    kind = Type.Q8_0 if "attn_v" in name or "token_embd" in name else Type.Q5_0
+    return gguf.quants.quantize(values, kind), kind
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_products_of_mixed_types_are_tiles_in_parts(
+    tiny_model: Callable[..., Path], tmp_path: Path, fresh_cache: Path
+) -> None:
+    origin = tiny_model("gemma3_text", **GEMMA_OPTIONS)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, origin, mixed, edit=lambda _, metadata: metadata.update(GEMMA_METADATA))
+    ready = convert.ready(path, silent)
+    tiles = Tiles(ready / TILES)
+    found = {name: form.bits for name, form in tiles.forms.items() if name.startswith("layers.1.")}
+    one = dict.fromkeys(("qkv.0", "o.0", "gate_up.0", "down.0"), 5)
+    assert found == {f"layers.1.{name}": bits for name, bits in (one | {"qkv.1": 8}).items()}
+    plain, tiled = LeanDecoder.from_dir(ready), LeanDecoder.from_dir(ready)
+    tiled.products = NativeProducts(tiled, tiles)
+    a, b = (logits_of(decoder, torch.arange(3, 60), decode=True) for decoder in (plain, tiled))
+    assert (a - b).norm() <= 0.05 * a.norm()
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1])
@@ -609,6 +690,29 @@ def test_the_default_model_starts_fast_and_without_transformers(default_model_di
     begin = time.perf_counter()
     load.find("smollm2")
     assert time.perf_counter() - begin < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+def test_gemma_writes_the_same_through_the_native_library(models_home: Path) -> None:
+    """Greedy answers, or a first difference where two tokens are nearly as likely."""
+    ready = load.find("gemma3-270m")
+    tokens = Tokenizer.from_dir(ready.path)
+    decoders = [load.load_decoder(ready, "cpu"), LeanDecoder.from_dir(ready.path, packed=False)]
+    assert any("tiles" in note for note in decoders[0].notes)
+    for prompt in ("The capital of France is", TEXT, "def fibonacci(n):\n", TEXT * 12):
+        ids = [tokens.bos_id or 0, *tokens.encode(prompt)]
+        caches = [decoder.new_cache(method_class("full").build({})) for decoder in decoders]
+        step = torch.tensor(ids)
+        for _ in range(20):
+            logits = [d.forward(step, cache)[-1] for d, cache in zip(decoders, caches, strict=True)]
+            best = [int(found.argmax()) for found in logits]
+            if best[0] != best[1]:
+                assert all(float(found[best].max() - found[best].min()) < 0.5 for found in logits)
+                break
+            step = torch.tensor(best[:1])
+            for cache in caches:
+                cache.decoding = True
 
 
 @pytest.mark.slow
