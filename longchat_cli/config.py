@@ -56,7 +56,7 @@ _OFFLINE = ("LONGCHAT_OFFLINE", "HF_HUB_OFFLINE")
 
 def parse_size(text: str) -> int:
     """`32k` -> 32000, `4GiB` -> 4294967296, `900` -> 900. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
     if not match or match[2] not in _UNITS:
         raise UsageError(f"'{text}' is not a size", "", "write a number such as 900, 32k or 4GiB")
     return int(float(match[1]) * _UNITS[match[2]])

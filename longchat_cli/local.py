@@ -30,6 +30,8 @@ from longchat_cli.tokens import Tokenizer
 CHUNK = 512
 SHORTEST_LOOP, LONGEST_LOOP, LOOP_REPEATS = 4, 64, 4
 """Greedy decoding never leaves a loop: four rounds of the same 4 to 64 tokens end the answer."""
+COLDEST = 1e-30
+"""Below this temperature the likeliest token is taken: logits divided by it could leave float32."""
 PENALTY_SPAN = 256
 """The repetition penalty looks at this many tokens back, so that an endless chat stays flat in time."""
 
@@ -249,7 +251,7 @@ def choose(
         held = logits[index]
         scaled = torch.where(held > 0, held / sampling.repetition_penalty, held * sampling.repetition_penalty)
         logits = logits.index_put((index,), scaled)
-    if sampling.temperature == 0:
+    if sampling.temperature < COLDEST:
         token = int(logits.argmax())
         return token, float(logprobs[token])
     probabilities = torch.softmax(_filtered(logits / sampling.temperature, sampling), dim=-1)

@@ -367,6 +367,11 @@ def test_temperature_flattens():
     assert hot == pytest.approx(float((LOGITS / 10).softmax(-1)[5]), abs=0.04)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40])
+def test_a_tiny_temperature_is_the_likeliest_token(temperature: float) -> None:
+    assert set(drawn(Sampling(temperature=temperature), count=20)) == {5}
+
+
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     assert choose(LOGITS, Sampling(repetition_penalty=1.5), [5, 5, 5])[0] == 6
     assert choose(LOGITS, Sampling(repetition_penalty=0.5), [6])[0] == 6

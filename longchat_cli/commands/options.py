@@ -41,10 +41,8 @@ class Size(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         from longchat_cli.config import parse_size
 
-        try:
-            return int(value)
-        except ValueError:
-            pass
+        if isinstance(value, int):
+            return value
         try:
             return parse_size(value)
         except UsageError as error:
@@ -108,7 +106,9 @@ model_options = _stack(
         help="Quantize weights while loading.",
     ),
     click.option(
-        "--kernel", metavar="NAME", help="Force one attention kernel: reference, triton, flash, sdpa."
+        "--kernel",
+        metavar="NAME",
+        help="Force one attention kernel: native, sdpa, flash, triton, reference.",
     ),
     click.option(
         "--compile",
