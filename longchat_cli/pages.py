@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from longchat_cli.config import cache_dir, format_bytes, private
-from longchat_cli.errors import LongchatError
+from longchat_cli.errors import LongchatError, MissingInput
 from longchat_cli.terminal import Console
 
 PAGE = 2048
@@ -180,7 +180,7 @@ class Store:
         self.budget, self.console, self.least = budget, console or Console(quiet=True), least
         self.about = dict(about or {})
         self.written = 0
-        """Bytes written by this object."""
+        """Bytes written by this object, and not given up again for its budget."""
         self._mine: dict[str, None] = {}  # pages of this reading: not pruned for its own sake
         self._verified: dict[str, dict[str, str]] = {}
         self._total: int | None = None
@@ -200,7 +200,7 @@ class Store:
         return self.path(key).exists()
 
     def readings(self) -> list[Reading]:
-        """What is kept, by document; the most recently used first."""
+        """What is kept, by document; the latest used first. Raises MissingInput where none can be read."""
         found: dict[tuple[tuple[str, ...], str, str], list[Entry]] = {}
         for entry in self._entries():
             about = entry.about()
@@ -256,6 +256,7 @@ class Store:
         if self._total > self.budget:
             self.discard(key)
             self._total -= size
+            self.written -= size
             limit = format_bytes(self.budget)
             self._stop(f"only a part of what was read is kept: --cache-size is {limit}")
         return not self.stopped
@@ -305,6 +306,8 @@ class Store:
             files = list(os.scandir(self.root))
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise MissingInput(f"cannot read {self.root}", error.strerror or str(error)) from error
         for file in files:
             if file.name.endswith(_ENDING):
                 with contextlib.suppress(FileNotFoundError):  # pruned by another process meanwhile

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from longchat_cli.errors import MissingInput
 from longchat_cli.pages import Store, digest
 from longchat_cli.recall import kept
 from longchat_cli.terminal import Console
@@ -363,3 +364,15 @@ def test_another_encoder_shares_nothing(root: Path) -> None:
     other.identity = "another"
     kept.sentence_vectors(other, BOOK[:100], np.full(100, 3), Store(root))
     assert other.encoded == 100
+
+
+def test_a_page_given_up_for_the_budget_does_not_count_as_kept(root: Path) -> None:
+    store = Store(root, budget=10)
+    assert not store.put("a", save(1.0))
+    assert (store.written, list(root.iterdir())) == (0, [])
+
+
+def test_a_directory_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pages").write_text("")
+    with pytest.raises(MissingInput, match="cannot read .*pages: Not a directory"):
+        Store(tmp_path / "pages").verify()

@@ -127,6 +127,10 @@ def ask(
     names, asked = split_arguments(words, questions, is_tty(sys.stdin))
     footnotes = params["cite"]
     schema = _schema(params)
+    if params["quote"] and params["mode"] == "whole":
+        raise UsageError("--quote does not go with --mode whole", "passages are found, not read in parts")
+    if params["estimate"] and as_json:
+        raise UsageError("--estimate does not go with --json", "it prints a table")
     if footnotes is None:
         footnotes = not schema and is_tty(sys.stdout) and output in (None, "-")
     cite = params["strict_cite"] or footnotes or (as_json and params["cite"] is None)

@@ -37,11 +37,15 @@ def reading(params: dict[str, Any]) -> Options:
 
 
 def announce(names: Sequence[str], console: Console) -> None:
-    """Say which of the documents come over the network."""
-    from longchat_cli import documents
+    """Say which of the documents come over the network. Raises UsageError and Unavailable as `locate`."""
+    from longchat_cli.documents import remote
+    from longchat_cli.documents.names import printable
 
-    for name in filter(documents.is_remote, names):
-        console.notice(f"fetching {name}")
+    urls = [name for name in names if remote.is_remote(name)]
+    for url in urls:  # before anything is said: there may be a password in it
+        remote.locate(url)
+    for url in urls:
+        console.notice(f"fetching {printable(url)}")
 
 
 def read(names: Sequence[str], console: Console, options: Options | None = None) -> Collection:
