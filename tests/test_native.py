@@ -6,7 +6,9 @@ import ctypes
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -59,10 +61,11 @@ def compared(
     scale: float = 0.25,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    attend: Callable[..., Any] = native.attend,
 ) -> Tensor:
     """Attend, compare output and scores with the float32 reference on the same numbers; the output."""
     assert native.accepts(q, spans, softcap, sinks) is None
-    found, scores = native.attend(q, spans, scale, softcap, sinks)
+    found, scores = attend(q, spans, scale, softcap, sinks)
     # Turned queries are bfloat16 again before anybody multiplies them.
     wide = [
         Span(s.k.float(), s.v.float(), s.start, s.stop, None, s.observe, s.index)  # type: ignore[union-attr]
@@ -255,6 +258,69 @@ K = torch.zeros(2, 64, 16, dtype=BF16)
 def test_declines_what_it_does_not_serve(q, spans, why):
     reason = native.accepts(q, spans, None, None)
     assert reason is None if why is None else why in reason
+
+
+tile_instructions = pytest.mark.skipif(
+    native.missing() is not None or not native.library().longchat_attends_many(),
+    reason="this CPU has no tile instructions (AMX)",
+)
+
+
+@tile_instructions
+@pytest.mark.parametrize("rows", [32, 33, 63, 64, 100, 200])
+def test_many_rows_by_tile_instructions(rows):
+    rng = random.Random(rows)
+    served = 0
+    for trial in range(16):
+        share, groups = rng.choice([1, 2, 3, 5]), rng.choice([1, 2, 3])
+        heads, dim = share * groups, rng.choice([16, 64, 80, 96, 128, 256, 512])
+        spans = [
+            replace(
+                random_span(rng, heads, groups, rows, dim, 100 * trial + i, BF16), index=None, observe=None
+            )
+            for i in range(rng.randint(1, 3))
+        ]
+        q = normal(heads, rows, dim, seed=trial, dtype=BF16)
+        cap, sinks = rng.choice([None, 20.0]), rng.choice([None, normal(heads, seed=trial)])
+        if native.accepts_many(q, spans, cap, sinks) is None:
+            compared(q, spans, dim**-0.5, cap, sinks, native.attend_many)
+            served += 1
+    assert served > 4
+
+
+@tile_instructions
+@pytest.mark.parametrize("keys", [1, 127, 128, 129, 1000])
+def test_causal_prompts_by_tile_instructions(keys):
+    """The last rows of a text, a window and sinks: what reading a prompt asks for; threads change nothing."""
+    rows = 70
+    q = normal(6, rows, 64, dtype=BF16)
+    k, v = (normal(2, max(keys, rows), 64, seed=i, dtype=BF16) for i in (1, 2))
+    stop = torch.arange(k.shape[1] - rows, k.shape[1]) + 1
+    first = [x[:, :4] for x in (k, v)]
+    spans = [
+        Span(*first, 0, (stop - 60).clamp(0, 4), rotation(rows, 32, False)),
+        Span(k, v, (stop - 60).clamp(min=0), stop),
+    ]
+    one = compared(q, spans, attend=native.attend_many)
+    compared(q, [Span(k, v, 0, stop)], attend=native.attend_many)
+    torch.set_num_threads(3)
+    assert torch.equal(native.attend_many(q, spans, 0.25)[0], one)
+
+
+@tile_instructions
+def test_rows_that_see_nothing_by_tile_instructions():
+    q, k, v = (normal(2, 40, 64, seed=i, dtype=BF16) for i in range(3))
+    stop = torch.arange(40) - 10
+    found = compared(q, [Span(k, v, 0, stop.clamp(min=0))], attend=native.attend_many)
+    assert not found[:, :11].any() and found[:, 12:].any()
+
+
+def test_gather_is_that_of_torch():
+    for dtype in (BF16, torch.float32, torch.uint8, torch.float8_e4m3fn):
+        x = normal(3, 50, 24).to(dtype)[:, 5:40]
+        index = torch.randint(0, 35, (3, 600), generator=torch.Generator().manual_seed(0))
+        assert torch.equal(native.gather(x, index).float(), packed.rows_at(x, index).float())
+    assert native.gather(x, index[:, :0]).shape == (3, 0, 24)
 
 
 def test_many_rows_are_left_to_torch():
