@@ -235,3 +235,9 @@ def test_interrupted_reading_is_gone_on_with(
     monkeypatch.setenv("LONGCHAT_CACHE_DIR", str(place.parent))
     monkeypatch.setattr(local, "PAGE", 512)
     assert reused(run("ask", book, "What is it?"))[0] == 3 * 512
+
+
+def test_what_verify_cannot_delete_it_names(run: Run, place: Path) -> None:
+    (place / "page.safetensors").mkdir(parents=True)
+    with pytest.raises(BadInput, match=r"page\.safetensors is damaged: it cannot be deleted"):
+        run("cache", "verify")

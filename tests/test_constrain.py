@@ -186,7 +186,7 @@ def test_ask_prints_the_json_and_nothing_else(ask: Callable[..., Result], method
 def test_half_an_answer_is_none(ask: Callable[..., Result], tmp_path: Path) -> None:
     done = ask("--schema", "person.json", "--max-tokens", "4")
     assert isinstance(done.exception, LongchatError)
-    assert "no complete JSON" in str(done.exception)
+    assert "cut at --max-tokens; raise it" in str(done.exception)
     assert done.stdout == ""
 
 

@@ -180,7 +180,9 @@ class _Shown:
         if self.json:
             out.write(json.dumps(answer.as_json(), ensure_ascii=False) + "\n")
         if self.schema and answer.stop not in ("eos", "cancelled"):
-            raise LongchatError("the answer is no complete JSON", CUT.get(answer.stop, "--stop ended it"))
+            ended = CUT.get(answer.stop, "--stop ended it")
+            more = "raise it" if answer.stop == "length" else ""
+            raise LongchatError("the answer is no complete JSON", ended, more)
         if not self.json:
             out.write(answer.answer if self.schema and not answer.cancelled else "")
             out.write(_ending(answer, self.footnotes, last))

@@ -85,10 +85,15 @@ def cache_prune(cache_size: int) -> None:
 @cache.command("verify")
 def cache_verify() -> None:
     """Read every page; exit 65 when one was damaged. Damaged ones are deleted and made anew when needed."""
-    whole, damaged = _store().verify()
+    store = _store()
+    whole, damaged = store.verify()
     current_console().notice(f"{whole:,} pages are whole")
     if damaged:
-        raise BadInput(f"{len(damaged):,} damaged pages were deleted", "", "they are made anew when needed")
+        left = [key for key in damaged if store.has(key)]
+        if left:
+            raise BadInput(f"{store.path(left[0])} is damaged", "it cannot be deleted", "delete it yourself")
+        pages = f"{len(damaged):,} damaged page{'s were' if len(damaged) > 1 else ' was'} deleted"
+        raise BadInput(pages, "", "made anew when needed")
 
 
 @cache.command("path")
