@@ -145,7 +145,7 @@ def _as_longchat_error(name: str, error: OSError) -> MissingInput | StorageError
     if isinstance(error, PermissionError):
         return MissingInput(f"cannot read {shown}", "permission denied")
     absent = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
-    if error.errno in absent and Path(name).is_symlink():
+    if error.errno in absent and os.path.islink(name):  # noqa: PTH114 - Path's raises for a long name
         return MissingInput(f"{shown} does not exist", "it is a link that leads nowhere")
     if error.errno in absent:
         near = difflib.get_close_matches(Path(name).name, _siblings(name), n=1)
