@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -292,6 +293,7 @@ def open_engine(
     built = method_class(method).build(options or {})
     ready = load.find(model)
     decoder = load.load_decoder(ready, device=device, dtype=dtype, quantize=quantize)
+    gc.freeze()  # what imports and loading left is not looked through again and again while decoding
     info = EngineInfo(
         model=ready.name,
         window=decoder.window,

@@ -7,6 +7,7 @@ constexpr int kTile = 16;    // rows of a tile
 constexpr int kBlock = 32;   // columns of a record
 constexpr int kKeys = 256;   // keys that a thread takes at once
 constexpr int kMaxDim = 512;
+constexpr int kAhead = 2048;  // bytes of weights asked for beforehand: the processor foresees no page's beginning
 
 using longchat::Team;
 using longchat::parallel;
@@ -363,6 +364,7 @@ void tile(const LongchatLinear& w, const uint8_t* record, const Quantized* x, fl
   Sum16 sum[ROWS];
   for (int r = 0; r < ROWS; ++r) sum[r] = zero16();
   for (int b = 0; b < blocks; ++b, record += step) {
+    for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(record + kAhead + line);
     Codes<BITS> code;
     code.load(record);
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(record + codes_bytes(BITS));
