@@ -681,7 +681,9 @@ def test_the_default_model_starts_fast_and_without_transformers(default_model_di
         "d = load.load_decoder(r, device='cpu'); print(r.window, r.quantization, d.notes);"
         "assert 'transformers' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # Elsewhere than in the sources: there the installed package is found, library and all.
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=default_model_dir)
     served = (
         r"native library \(\w+\) on low-bit tiles" if native.missing() is None else "not the native library"
     )

@@ -398,7 +398,7 @@ def test_the_default_model_says_the_same(default_pair: tuple[Any, Any, Tokenizer
     """Greedy texts part only where two tokens are as likely as rounding can tell."""
     for ids in questions(default_pair[2], 3):
         gap = first_difference(default_pair, ids, 20)
-        assert gap is None or gap < 0.05
+        assert gap is None or gap < 0.1
 
 
 @needs_library
