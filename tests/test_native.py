@@ -261,7 +261,7 @@ def test_declines_what_it_does_not_serve(q, spans, why):
 
 
 tile_instructions = pytest.mark.skipif(
-    native.missing() is not None or not native.library().longchat_attends_many(),
+    native.missing() is not None or not native.loaded().longchat_attends_many(),
     reason="this CPU has no tile instructions (AMX)",
 )
 
@@ -363,7 +363,7 @@ def product(linear: native.Linear, x: Tensor, y: Tensor | None = None) -> Tensor
     """y [rows, out] of the library, into memory full of NaN if none is given."""
     if y is None:
         y = torch.full((len(x), linear.rows), torch.nan)
-    native.library().longchat_linear(
+    native.loaded().longchat_linear(
         ctypes.byref(linear), x.data_ptr(), y.data_ptr(), len(x), torch.get_num_threads()
     )
     return y

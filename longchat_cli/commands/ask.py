@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from longchat_cli.attention import METHODS
 from longchat_cli.commands.context import (
     current_console,
     engine_opener,
@@ -29,7 +28,9 @@ from longchat_cli.commands.options import (
     complete_files,
     estimate_option,
     log_option,
+    method_option,
     model_options,
+    overflow_option,
     reading_options,
     sampling_options,
     take,
@@ -53,21 +54,8 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
 @click.option(
     "--question", "-q", "questions", multiple=True, metavar="TEXT", help="A question; repeatable, read once."
 )
-@click.option(
-    "--method",
-    "-m",
-    type=Name(["auto", *METHODS]),
-    default="auto",
-    show_default=True,
-    help="auto: full if everything fits the window, else recall.",
-)
-@click.option(
-    "--overflow",
-    type=Name(["error", "force"]),
-    default="error",
-    show_default=True,
-    help="What to do when the text does not fit the method.",
-)
+@method_option("auto: full if everything fits the window, else recall.")
+@overflow_option
 @click.option(
     "--mode",
     type=Name(["auto", "find", "whole"]),

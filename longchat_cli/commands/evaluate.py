@@ -7,23 +7,24 @@ from typing import Any
 
 import click
 
-from longchat_cli.attention import METHODS
 from longchat_cli.commands.context import current_console, engine_opener
 from longchat_cli.commands.framework import MethodCommand, command
-from longchat_cli.commands.options import MODEL, Name, Size, Sizes, complete_files, model_options, take
+from longchat_cli.commands.options import (
+    MODEL,
+    Name,
+    Size,
+    Sizes,
+    complete_files,
+    method_option,
+    model_options,
+    take,
+)
 from longchat_cli.terminal import Console, Interrupts
 
 
 @command("eval", cls=MethodCommand)
 @click.argument("task")
-@click.option(
-    "--method",
-    "-m",
-    type=Name(["auto", *METHODS]),
-    default="auto",
-    show_default=True,
-    help="What is evaluated.",
-)
+@method_option("What is evaluated.")
 @click.option("--lengths", type=Sizes(), default="2k", show_default=True, help="Tokens per text: 4k,16k,64k.")
 @click.option("--n", type=int, default=20, show_default=True, help="Questions at each length.")
 @click.option("--per-text", type=int, help="Questions over one text. [default: the task's own number]")

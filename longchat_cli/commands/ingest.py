@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from longchat_cli.attention import METHODS
 from longchat_cli.commands.context import (
     current_console,
     engine_opener,
@@ -21,11 +20,13 @@ from longchat_cli.commands.context import (
 from longchat_cli.commands.framework import MethodCommand, command
 from longchat_cli.commands.options import (
     MODEL,
-    Name,
     Size,
+    cache_size_option,
     complete_files,
     estimate_option,
+    method_option,
     model_options,
+    overflow_option,
     reading_options,
     take,
 )
@@ -34,21 +35,8 @@ from longchat_cli.terminal import Interrupts
 
 @command("ingest", cls=MethodCommand)
 @click.argument("names", nargs=-1, metavar="DOC...", required=True, shell_complete=complete_files)
-@click.option(
-    "--method",
-    "-m",
-    type=Name(["auto", *METHODS]),
-    default="auto",
-    show_default=True,
-    help="As `ask` will have it; auto: full if everything fits the window, else recall.",
-)
-@click.option(
-    "--overflow",
-    type=Name(["error", "force"]),
-    default="error",
-    show_default=True,
-    help="What to do when the text does not fit the method.",
-)
+@method_option("As `ask` will have it; auto: full if everything fits the window, else recall.")
+@overflow_option
 @click.option("--system", metavar="TEXT", help="System prompt, as `ask` will have it.")
 @click.option(
     "--max-tokens",
@@ -57,13 +45,7 @@ from longchat_cli.terminal import Interrupts
     show_default=True,
     help="Longest answer, as `ask` will have it: text and answer must fit the window to be read in full.",
 )
-@click.option(
-    "--cache-size",
-    type=Size(),
-    default=10 << 30,
-    show_default="10GiB",
-    help="Most that is kept, of all texts.",
-)
+@cache_size_option
 @estimate_option
 @reading_options
 @model_options

@@ -118,6 +118,18 @@ model_options = _stack(
 )
 
 
+def method_option(about: str) -> Decorator:
+    """--method with `auto`, where a command chooses by the text."""
+    return click.option(
+        "--method",
+        "-m",
+        type=Name(["auto", *METHODS]),
+        default="auto",
+        show_default=True,
+        help=about,
+    )
+
+
 def sampling_options(temperature: float, top_p: float, max_tokens: int) -> Decorator:
     """The samplers, with the defaults of a command."""
     return _stack(
@@ -156,6 +168,13 @@ reading_options = _stack(
     ),
     click.option("--strict", is_flag=True, help="Exit 4 when anything had to be skipped."),
 )
+cache_size_option = click.option(
+    "--cache-size",
+    type=Size(),
+    default=10 << 30,
+    show_default="10GiB",
+    help="Most that is kept, of all texts.",
+)
 cache_options = _stack(
     click.option(
         "--cache/--no-cache",
@@ -163,13 +182,14 @@ cache_options = _stack(
         help="Keep what reading leaves behind, of standard input and short texts, too; or keep and use "
         "nothing. [default: kept of documents of 2,000 tokens or more]",
     ),
-    click.option(
-        "--cache-size",
-        type=Size(),
-        default=10 << 30,
-        show_default="10GiB",
-        help="Most that is kept, of all texts.",
-    ),
+    cache_size_option,
+)
+overflow_option = click.option(
+    "--overflow",
+    type=Name(["error", "force"]),
+    default="error",
+    show_default=True,
+    help="What to do when the text does not fit the method.",
 )
 log_option = click.option("--no-log", is_flag=True, help="Keep no copy of the answer for `longchat logs`.")
 estimate_option = click.option(

@@ -130,7 +130,7 @@ def missing() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def library() -> Any:
+def loaded() -> Any:
     """The library. Raises RuntimeError where `missing` says why."""
     found = load()
     if isinstance(found, str):
@@ -140,18 +140,18 @@ def library() -> Any:
 
 def isa() -> str:
     """The instructions that serve: avx512, avx2, neon or portable."""
-    return library().longchat_isa().decode()
+    return loaded().longchat_isa().decode()
 
 
 def stamp() -> tuple[int, int]:
     """What changes when the library is built anew: size and time of its file."""
-    about = Path(library()._name).stat()
+    about = Path(loaded()._name).stat()
     return about.st_size, about.st_mtime_ns
 
 
 def use(name: str) -> bool:
     """Serve by other instructions of this CPU; False when it has none of that name."""
-    return bool(library().longchat_use(name.encode()))
+    return bool(loaded().longchat_use(name.encode()))
 
 
 def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
@@ -190,7 +190,7 @@ def accepts_many(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks:
         return "listed keys, or probabilities asked for"
     if reason := accepts(q, spans, softcap, sinks):
         return reason
-    return None if library().longchat_attends_many() else "no tile instructions"
+    return None if loaded().longchat_attends_many() else "no tile instructions"
 
 
 def attend(
@@ -257,7 +257,7 @@ def _attend(
         scale,
         softcap or 0.0,
     )
-    getattr(library(), f"longchat_{name}")(ctypes.byref(call))
+    getattr(loaded(), f"longchat_{name}")(ctypes.byref(call))
     return out, scores
 
 
@@ -300,7 +300,7 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
         return rows_at(x, index)
     index, size = index.contiguous(), x.element_size()
     taken = x.new_empty(*index.shape, x.shape[2])
-    library().longchat_gather(
+    loaded().longchat_gather(
         x.data_ptr(),
         x.stride(0) * size,
         x.stride(1) * size,

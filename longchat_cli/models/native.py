@@ -219,7 +219,7 @@ class NativeProducts(lean.Products):
         v = heads[d.heads + d.kv_heads :]
         to = (*_angles(rotation), q.data_ptr(), k.data_ptr(), v.data_ptr())
         block = ctypes.byref(self.blocks[index])
-        library, model = native.library(), self._model()
+        library, model = native.loaded(), self._model()
         if rows <= native.ROWS:
             library.longchat_enter(model, block, _at(x), rows, *to)
         else:
@@ -232,7 +232,7 @@ class NativeProducts(lean.Products):
 
     def leave(self, index: int, x: Tensor, out: Tensor) -> Tensor:
         d, rows = self.decoder, x.shape[0]
-        library, model = native.library(), self._model()
+        library, model = native.loaded(), self._model()
         if rows <= native.ROWS:
             if out.stride(-1) != 1:
                 out = out.contiguous()
@@ -253,7 +253,7 @@ class NativeProducts(lean.Products):
             return super().logits(x)
         x = x.contiguous()
         found = x.new_empty(len(x), self.head.rows)
-        native.library().longchat_linear(
+        native.loaded().longchat_linear(
             ctypes.byref(self.head), _at(x), _at(found), len(x), torch.get_num_threads()
         )
         return found
@@ -273,7 +273,7 @@ class NativeProducts(lean.Products):
     def _add_norm(self, x: Tensor, *rest: Tensor | None) -> None:
         """The library's: add, after, weight, out."""
         addresses = [None if tensor is None else _at(tensor) for tensor in rest]
-        native.library().longchat_add_norm(
+        native.loaded().longchat_add_norm(
             _at(x), *addresses, *x.shape, self.decoder.eps, torch.get_num_threads()
         )
 
