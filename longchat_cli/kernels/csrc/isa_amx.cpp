@@ -61,6 +61,23 @@ inline __m512 exp2_of(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
+struct Keys {
+  int64_t least, end;
+};
+
+// The keys of a span that any of these rows sees; least >= end where none does.
+Keys seen_by(const LongchatSpan& span, int first, int rows) {
+  Keys seen{span.keys, 0};
+  for (int row = first; row < first + rows; ++row) {
+    const int64_t start = span.start[row] > 0 ? span.start[row] : 0;
+    const int64_t stop = span.stop[row] < span.keys ? span.stop[row] : span.keys;
+    if (start >= stop) continue;
+    seen.least = start < seen.least ? start : seen.least;
+    seen.end = stop > seen.end ? stop : seen.end;
+  }
+  return seen;
+}
+
 struct Laid {
   int64_t first;  // the first key that is laid out, a multiple of kKeyBlock
   int64_t blocks;
@@ -180,19 +197,14 @@ void attend_block(const LongchatAttention& a, const Laid* laid, Room& room, int 
     const LongchatSpan& span = a.spans[s];
     const int group = head / (a.heads / span.groups);
     memset(room.q, 0, sizeof(uint16_t) * kRowBlock * padded_dim);
-    int64_t least = span.keys, end = 0;
     for (int row = 0; row < rows; ++row) {
       const uint16_t* q = a.q + head * a.q_head + (first + row) * a.q_row;
       if (span.cos)
         turn(q, span, first + row, a.dim, room.q + row * padded_dim);
       else
         memcpy(room.q + row * padded_dim, q, a.dim * 2);
-      const int64_t start = span.start[first + row] > 0 ? span.start[first + row] : 0;
-      const int64_t stop = span.stop[first + row] < span.keys ? span.stop[first + row] : span.keys;
-      if (start >= stop) continue;
-      least = start < least ? start : least;
-      end = stop > end ? stop : end;
     }
+    const auto [least, end] = seen_by(span, first, rows);
     for (int64_t at = least / kKeyBlock * kKeyBlock; at < end; at += kKeyBlock) {
       int low[kRowBlock], high[kRowBlock];
       for (int row = 0; row < rows; ++row) {
@@ -221,14 +233,7 @@ void attend_many(const LongchatAttention* a) {
   int64_t bytes = 0, blocks = 0, first_block[17];
   for (int s = 0; s < a->n_spans; ++s) {
     const LongchatSpan& span = a->spans[s];
-    int64_t least = span.keys, end = 0;
-    for (int row = 0; row < a->rows; ++row) {
-      const int64_t start = span.start[row] > 0 ? span.start[row] : 0;
-      const int64_t stop = span.stop[row] < span.keys ? span.stop[row] : span.keys;
-      if (start >= stop) continue;
-      least = start < least ? start : least;
-      end = stop > end ? stop : end;
-    }
+    const auto [least, end] = seen_by(span, 0, a->rows);
     laid[s].first = least / kKeyBlock * kKeyBlock;
     laid[s].blocks = end > laid[s].first ? (end - laid[s].first + kKeyBlock - 1) / kKeyBlock : 0;
     first_block[s] = blocks;
