@@ -1,30 +1,78 @@
-"""A conversation over an engine: append-only, cancellable, transcript and state always in agreement."""
+"""A conversation over an engine: append-only, cancellable; transcript, state and what is saved agree."""
 
 from __future__ import annotations
 
+import array
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import EllipsisType
 from typing import Any
 
 from longchat_cli import attention
 from longchat_cli.ask import Open, compose, messages, opening
 from longchat_cli.documents import Document
 from longchat_cli.engine import Coverage, Engine, Piece, Progress
-from longchat_cli.errors import ContextOverflow
-from longchat_cli.prompt import Message
+from longchat_cli.errors import ContextOverflow, UsageError
 from longchat_cli.sampling import Sampling
 
 Cancel = Callable[[], bool]
+MARKS = 4
+"""Exchanges that are taken back without reading anything; a mark of a bounded method weighs as much as it."""
+
+
+def _no_ids() -> array.array[int]:
+    return array.array("I")
 
 
 @dataclass
 class Turn:
-    """One side's words. `stop` of an answer: why it ended ('eos', 'length', 'stop', 'cancelled')."""
+    """One side's words. `stop` of an answer: why it ended ('eos', 'length', 'stop', 'loop', 'cancelled').
+
+    `ids` are all tokens that it put into the state, those of the template included, from the stream position
+    `start` on. `documents` stand in front of a user's words; `pinned`: it is not to be forgotten.
+    """
 
     role: str
     text: str
     stop: str | None = None
+    ids: array.array[int] = field(default_factory=_no_ids)
+    start: int = 0
+    pinned: bool = False
+    documents: tuple[Document, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """The stream position behind it."""
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the next turn can see, in tokens: of the `opening`, of `pinned` turns, of the first tokens beside
+    the opening that stay (`sinks`), `retrieved` again by memory, all that is `visible`, what is `forgotten`.
+
+    `turns` counts exchanges, `forgotten_turns` those of which nothing is visible; `bytes` are held.
+    """
+
+    opening: int
+    pinned: int
+    sinks: int
+    visible: int
+    retrieved: int
+    forgotten: int
+    turns: int
+    forgotten_turns: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Before:
+    """All that an exchange changes."""
+
+    mark: Any
+    turns: list[Turn]
+    marks: dict[int, Any]
 
 
 class Conversation:
@@ -32,13 +80,17 @@ class Conversation:
 
     Each token is prefilled once: the opening (system prompt, documents) ahead of the first turn, then every
     turn behind what is there. A turn whose prefill is cancelled or fails leaves no trace; an answer that is
-    cut short stays, as far as it came, in the transcript and in the state.
+    cut short stays, as far as it came, in the transcript and in the state. Exchanges, a user's turn and its
+    answer, are numbered from 1.
     """
 
     def __init__(self, engine: Engine, system: str | None = None, documents: Sequence[Document] = ()) -> None:
         self.engine, self.system, self.documents = engine, system, documents
         self.opening = opening(engine, system, documents)
         self.turns: list[Turn] = []
+        self.session: Any = None
+        self._added: list[Document] = []
+        self._marks: dict[int, Any] = {}  # engine marks by stream position, of the last exchanges
 
     def open(self, progress: Progress | None = None, cancel: Cancel | None = None) -> bool:
         """Read what comes before the first words; False when cancelled, with an empty state.
@@ -47,7 +99,7 @@ class Conversation:
         """
         self._require_room(len(self.opening))
         self.engine.reset()
-        self.turns = []
+        self.turns, self._marks, self._added = [], {}, []
         return self._read(self.opening, progress, cancel)
 
     def send(
@@ -58,27 +110,214 @@ class Conversation:
         cancel: Cancel | None = None,
     ) -> Iterator[Piece]:
         """Read the user's turn and stream the answer. Raises ContextOverflow before anything is read."""
-        ids = self._turn_ids(text)
-        self._require_room(len(ids))
-        if not self._read(ids, progress, cancel):
-            yield Piece("", stop="cancelled")
-            return
-        answer = Turn("assistant", "", "cancelled")  # until the engine says otherwise
-        self.turns += [Turn("user", text), answer]
-        for piece in self.engine.generate(self._within_room(sampling), cancel):
-            answer.text += piece.text
-            answer.stop = piece.stop or answer.stop
-            yield piece
+        return self._exchange(len(self.turns), text, tuple(self._added), sampling, progress, cancel)
+
+    def add(self, documents: Sequence[Document]) -> None:
+        """The next user's turn carries these in front of its words."""
+        self._added += documents
+
+    def undo(self, progress: Progress | None = None, cancel: Cancel | None = None) -> bool:
+        """Drop the last exchange. False when there is none, or when cancelled while older ones were read
+        anew: then everything is as before."""
+        if not self.turns:
+            return False
+        return self._go_back(self.turns[:-2], progress, cancel)
+
+    def retry(
+        self, sampling: Sampling, progress: Progress | None = None, cancel: Cancel | None = None
+    ) -> Iterator[Piece]:
+        """Another answer to the last user's turn. Raises UsageError when there is none."""
+        return self.edit(self.exchanges, None, sampling, progress, cancel)
+
+    def edit(
+        self,
+        number: int,
+        text: str | None,
+        sampling: Sampling,
+        progress: Progress | None = None,
+        cancel: Cancel | None = None,
+    ) -> Iterator[Piece]:
+        """Go back to before exchange `number` and send `text` (None: the same words) in its place.
+
+        Cancelled while reading: everything is as before. Raises UsageError when there is no such exchange.
+        """
+        user = self._user(number)
+        text = user.text if text is None else text
+        return self._exchange(2 * (number - 1), text, user.documents, sampling, progress, cancel)
+
+    def pin(self, number: int, on: bool = True) -> bool:
+        """Exchange `number` is not to be forgotten (or may be again). Whether that holds at once: else it
+        does when the conversation is read anew. Raises UsageError when there is no such exchange."""
+        self._user(number)
+        for turn in self.turns[2 * number - 2 : 2 * number]:
+            turn.pinned = on
+        return not attention.method_class(self.engine.info.method).unlimited
+
+    def rebuild(
+        self,
+        engine: Engine | None = None,
+        system: str | None | EllipsisType = ...,
+        progress: Progress | None = None,
+        cancel: Cancel | None = None,
+    ) -> bool:
+        """Read the whole transcript anew, under another engine (model, method) or system prompt where given.
+
+        False when cancelled: everything is as before. Raises ContextOverflow before anything is read.
+        """
+        engine = engine or self.engine
+        other = Conversation(engine, self.system if system is ... else system, self.documents)
+        same = engine.info.fingerprint == self.engine.info.fingerprint
+        other.turns = other._rendered(self.turns, same)
+        other._require_room(sum(len(turn.ids) for turn in other.turns) + len(other.opening), seen=0)
+        before = self.engine.snapshot()
+        try:
+            done = other._read_anew(other.turns, progress, cancel)
+        except BaseException:
+            self.engine.restore(before)
+            raise
+        if not done:
+            self.engine.restore(before)
+            return False
+        self.engine, self.system, self.opening = engine, other.system, other.opening
+        self.turns, self._marks = other.turns, {}
+        return True
+
+    @property
+    def exchanges(self) -> int:
+        """How many there are."""
+        return len(self.turns) // 2
 
     def coverage(self) -> Coverage:
         """What the next turn can see."""
         return self.engine.coverage()
 
-    def _turn_ids(self, text: str) -> list[int]:
+    def context(self) -> Context:
+        """The same by what it is."""
+        state, sinks = self.coverage(), int(self.engine.info.options.get("sinks", 0))
+        first = state.seen - max(state.visible - sinks, 0)  # of the recent tokens
+        gone = [turn for turn in self.turns[1::2] if sinks < turn.end <= first and not turn.pinned]
+        return Context(
+            opening=len(self.opening),
+            pinned=sum(len(turn.ids) for turn in self.turns if turn.pinned),
+            sinks=max(min(sinks, state.seen) - len(self.opening), 0),
+            visible=state.visible,
+            retrieved=0,
+            forgotten=state.forgotten,
+            turns=self.exchanges,
+            forgotten_turns=len(gone),
+            bytes=state.bytes,
+        )
+
+    def _exchange(
+        self,
+        keep: int,
+        text: str,
+        documents: tuple[Document, ...],
+        sampling: Sampling,
+        progress: Progress | None,
+        cancel: Cancel | None,
+    ) -> Iterator[Piece]:
+        """Behind the first `keep` turns, a user's turn and its answer."""
+        before = _Before(self.engine.snapshot(), list(self.turns), dict(self._marks))
+        try:
+            done = keep == len(self.turns) or self._go_back(self.turns[:keep], progress, cancel)
+            if done:
+                user = self._user_turn(text, documents)
+                self._require_room(len(user.ids))
+                self._mark()
+                done = self._read(user.ids, progress, cancel)
+        except BaseException:
+            self._return(before)
+            raise
+        if not done:
+            self._return(before)
+            yield Piece("", stop="cancelled")
+            return
+        del before  # it would hold what the method gives up while it answers
+        self._added = []
+        answer = Turn("assistant", "", "cancelled", start=user.end)  # until the engine says otherwise
+        self.turns += [user, answer]
+        for piece in self.engine.generate(self._within_room(sampling), cancel):
+            answer.text += piece.text
+            answer.ids.extend(piece.ids)
+            answer.stop = piece.stop or answer.stop
+            yield piece
+
+    def _user(self, number: int) -> Turn:
+        if not 1 <= number <= self.exchanges:
+            known = f"they are 1 to {self.exchanges}" if self.turns else "nothing was said yet"
+            raise UsageError(f"there is no turn {number}", known)
+        return self.turns[2 * (number - 1)]
+
+    def _user_turn(self, text: str, documents: tuple[Document, ...]) -> Turn:
+        """A user's turn behind those that are there."""
         if self.turns:
-            return self.engine.render_turn(Message.of("user", text)).ids
-        first = self.engine.render(messages(self.system, compose(self.documents, text))).ids
-        return first[len(self.opening) :]
+            ids = self.engine.render_turn(compose(documents, text)).ids
+        else:
+            whole = messages(self.system, compose((*self.documents, *documents), text))
+            ids = self.engine.render(whole).ids[len(self.opening) :]
+        return Turn("user", text, None, array.array("I", ids), self._end, documents=documents)
+
+    def _rendered(self, turns: Sequence[Turn], same: bool) -> list[Turn]:
+        """The `turns` behind this opening; `same` is the tokenizer that they came from."""
+        self.turns = []
+        for turn in turns:
+            if turn.role == "user":
+                new = self._user_turn(turn.text, turn.documents)
+                if same and self.turns:
+                    new.ids = turn.ids
+            else:
+                ids = turn.ids if same else array.array("I", self.engine.encode(turn.text))
+                new = replace(turn, ids=ids, start=self._end)
+            self.turns.append(replace(new, pinned=turn.pinned))
+        return self.turns
+
+    @property
+    def _end(self) -> int:
+        """The stream position behind the last turn."""
+        return self.turns[-1].end if self.turns else len(self.opening)
+
+    def _go_back(self, turns: list[Turn], progress: Progress | None, cancel: Cancel | None) -> bool:
+        """To where only the first `turns` were said; False when cancelled, with everything as before."""
+        at = turns[-1].end if turns else len(self.opening)
+        if at in self._marks:
+            self.engine.restore(self._marks[at])
+        else:
+            before = self.engine.snapshot()
+            try:
+                done = self._read_anew(turns, progress, cancel)
+            except BaseException:
+                self.engine.restore(before)
+                raise
+            if not done:
+                self.engine.restore(before)
+                return False
+        self.turns = turns
+        self._marks = {place: mark for place, mark in self._marks.items() if place < at}
+        return True
+
+    def _return(self, before: _Before) -> None:
+        self.engine.restore(before.mark)
+        self.turns, self._marks = before.turns, before.marks
+
+    def _mark(self) -> None:
+        """The state behind the last turn can be returned to; only so many of these are kept."""
+        self._marks[self._end] = self.engine.snapshot()
+        for place in sorted(self._marks)[:-MARKS]:
+            del self._marks[place]
+
+    def _read_anew(self, turns: Sequence[Turn], progress: Progress | None, cancel: Cancel | None) -> bool:
+        """Read the opening and `turns` into an empty state, exchange by exchange."""
+        self.engine.reset()
+        exchanges = [[*user.ids, *answer.ids] for user, answer in zip(turns[::2], turns[1::2], strict=True)]
+        parts = [list(self.opening), *exchanges]
+        done, total = 0, sum(map(len, parts))
+        for part in parts:
+            read = self.engine.prefill(part, behind(progress, done, total), cancel)
+            done += read
+            if read < len(part):
+                return False
+        return True
 
     def _read(self, ids: Sequence[int], progress: Progress | None, cancel: Cancel | None) -> bool:
         """Prefill all of `ids` or nothing."""
@@ -92,9 +331,11 @@ class Conversation:
             self.engine.restore(mark)
         return done == len(ids)
 
-    def _require_room(self, new: int) -> None:
-        if self._room() <= new:
-            info, seen = self.engine.info, self.engine.coverage().seen
+    def _require_room(self, new: int, seen: int | None = None) -> None:
+        """For `new` tokens behind those seen, or behind `seen`."""
+        seen = self.engine.coverage().seen if seen is None else seen
+        if self._room(seen) <= new:
+            info = self.engine.info
             raise ContextOverflow(
                 f"{info.method} is at its end",
                 f"{seen:,} tokens so far and {new:,} new ones do not fit the {info.window:,} of {info.model}",
@@ -102,14 +343,20 @@ class Conversation:
             )
 
     def _within_room(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, max_tokens=int(min(sampling.max_tokens, self._room())))
+        room = self._room(self.engine.coverage().seen)
+        return replace(sampling, max_tokens=int(min(sampling.max_tokens, room)))
 
-    def _room(self) -> float:
+    def _room(self, seen: int) -> float:
         """Tokens that still fit; infinite for methods that forget."""
         info = self.engine.info
         if attention.method_class(info.method).unlimited:
             return float("inf")
-        return info.window - self.engine.coverage().seen
+        return info.window - seen
+
+
+def behind(progress: Progress | None, begin: int, total: int) -> Progress | None:
+    """Progress of a part that begins at `begin` of `total` tokens."""
+    return (lambda done, _: progress(begin + done, total)) if progress else None
 
 
 def open_conversation(
@@ -119,18 +366,27 @@ def open_conversation(
     system: str | None = None,
     documents: Sequence[Document] = (),
 ) -> Conversation:
-    """A conversation whose opening stays visible for ever where the method can pin it (its `sinks`).
+    """A conversation over `open_pinned`'s engine."""
+    return Conversation(open_pinned(open_engine, method, options, system, documents), system, documents)
+
+
+def open_pinned(
+    open_engine: Open,
+    method: str,
+    options: Mapping[str, Any],
+    system: str | None = None,
+    documents: Sequence[Document] = (),
+) -> Engine:
+    """An engine to which the opening stays visible for ever where the method can pin it (its `sinks`).
 
     When system prompt and documents do not fit beside the recent tokens, the system prompt alone is pinned.
     """
     engine = open_engine(method, options)
-    conversation = Conversation(engine, system, documents)
-    for first in (conversation.opening, opening(engine, system, ())):
-        pinned = pin(method, options, len(first), engine.info.window)
+    for kept in (documents, ()):
+        pinned = pin(method, options, len(opening(engine, system, kept)), engine.info.window)
         if pinned is not None:
-            conversation.engine = open_engine(method, pinned)
-            break
-    return conversation
+            return open_engine(method, pinned)
+    return engine
 
 
 def pin(method: str, options: Mapping[str, Any], tokens: int, window: int) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ Nothing outside an engine may assume that the model runs in this process; the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is: `window` is the trained context length in tokens."""
+    """What an engine is: `window` is the trained context length in tokens, `options` are the method's."""
 
     model: str
     window: int
@@ -31,6 +31,7 @@ class EngineInfo:
     fingerprint: str
     capabilities: frozenset[str] = field(default_factory=frozenset)
     notes: tuple[str, ...] = ()  # what `--verbose` says of the model
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class Engine(Protocol):
 
     def count(self, text: str) -> int:
         """Tokens in `text` by the model's own tokenizer, special tokens off."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, special tokens off."""
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> Prompt:
         """Messages to token ids by the model's template; `answer` opens the assistant's turn."""

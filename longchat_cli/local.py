@@ -67,7 +67,7 @@ class LocalEngine:
     ) -> None:
         self.decoder, self.tokenizer, self.method = decoder, tokenizer, method
         self.assembler = Assembler(tokenizer)
-        self._info = info
+        self._info = replace(info, options=asdict(method))
         self.chunk = sys.maxsize if method.whole else min(chunk, method.chunk or chunk)
         self.stepper: StaticStep | Lookup | None = None
         if compile:
@@ -99,7 +99,10 @@ class LocalEngine:
         self.logits: Tensor | None = None
 
     def count(self, text: str) -> int:
-        return len(self.tokenizer.encode(text))
+        return len(self.encode(text))
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> Prompt:
         return self.assembler.render(messages, answer=answer)

@@ -36,7 +36,7 @@ class FakeEngine:
     ) -> None:
         self.tokenizer, self.assembler = tokenizer, Assembler(tokenizer)
         self.options, self.delay = dict(options or {}), delay
-        self.info = EngineInfo("fake", window, method, "cpu", "float32", "0", frozenset())
+        self.info = EngineInfo("fake", window, method, "cpu", "float32", "0", options=self.options)
         self.ids: list[int] = []
         self.read = 0
         self.failure: Exception | None = None
@@ -44,7 +44,10 @@ class FakeEngine:
         self.reply: Callable[[str], str] = lambda said: f"You said: {said}"
 
     def count(self, text: str) -> int:
-        return len(self.tokenizer.encode(text))
+        return len(self.encode(text))
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> Prompt:
         return self.assembler.render(messages, answer=answer)

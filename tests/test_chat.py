@@ -11,8 +11,8 @@ from fakes import FakeEngine, Opener
 
 from longchat_cli.chat import Conversation, open_conversation, pin
 from longchat_cli.documents import Document
-from longchat_cli.errors import ContextOverflow
-from longchat_cli.prompt import Message
+from longchat_cli.errors import ContextOverflow, UsageError
+from longchat_cli.prompt import Message, Prompt
 from longchat_cli.sampling import Sampling
 from longchat_cli.tokens import Tokenizer
 
@@ -131,6 +131,111 @@ def test_new_conversation(engine: FakeEngine) -> None:
     say(conversation, "hello")
     conversation.open()
     assert (engine.ids, conversation.turns) == (opening, [])
+
+
+def test_undo_by_marks_and_by_reading_anew(engine: FakeEngine) -> None:
+    conversation = Conversation(engine, "Be brief.")
+    conversation.open()
+    states = [list(engine.ids)]
+    for number in range(8):
+        say(conversation, f"the river is {number}")
+        states.append(list(engine.ids))
+    read = engine.read
+    for left in range(7, -1, -1):
+        assert conversation.undo()
+        assert engine.ids == states[left]
+        assert conversation.exchanges == left
+        assert (engine.read == read) == (left > 3), "the newest few are taken back without reading"
+    assert not conversation.undo()
+    assert say(conversation, "again") == "You said: again"
+    assert engine.ids == rendered(conversation)
+
+
+def test_undo_cancelled_while_reading_changes_nothing(engine: FakeEngine) -> None:
+    conversation = Conversation(engine)
+    conversation.open()
+    for number in range(8):
+        say(conversation, f"the river is {number}")
+    for _ in range(4):
+        conversation.undo()
+    ids, turns = list(engine.ids), list(conversation.turns)
+    assert not conversation.undo(cancel=after(2))
+    assert (engine.ids, conversation.turns) == (ids, turns)
+    engine.failure = MemoryError()
+    with pytest.raises(MemoryError):
+        conversation.undo()
+    assert (engine.ids, conversation.turns) == (ids, turns)
+
+
+def test_retry_and_edit(engine: FakeEngine) -> None:
+    conversation = Conversation(engine)
+    conversation.open()
+    for text in ("one", "two", "three"):
+        say(conversation, text)
+    engine.reply = lambda said: f"Again: {said}"
+    assert "".join(piece.text for piece in conversation.retry(SAMPLING)) == "Again: three"
+    assert [turn.text for turn in conversation.turns[::2]] == ["one", "two", "three"]
+    ids, turns = list(engine.ids), list(conversation.turns)
+    cancelled = list(conversation.edit(2, "long " * 40, SAMPLING, cancel=after(1)))
+    assert [piece.stop for piece in cancelled] == ["cancelled"]
+    assert (engine.ids, conversation.turns) == (ids, turns), "as before"
+    assert "".join(piece.text for piece in conversation.edit(2, "2", SAMPLING)) == "Again: 2"
+    assert [turn.text for turn in conversation.turns] == ["one", "You said: one", "2", "Again: 2"]
+    assert engine.ids == rendered(conversation)
+    for number in (0, 3):
+        with pytest.raises(UsageError):
+            conversation.edit(number, "x", SAMPLING)
+
+
+def test_ids_of_turns_are_the_state(engine: FakeEngine) -> None:
+    conversation = Conversation(engine, "Be brief.", [NOTE])
+    conversation.open()
+    say(conversation, "hello")
+    say(conversation, "long story", cancel=after(6))
+    conversation.add([Document("more.txt", "The wind turns them.\n")])
+    say(conversation, "why?")
+    ids = list(conversation.opening)
+    for turn in conversation.turns:
+        assert turn.start == len(ids)
+        ids += turn.ids
+    assert ids == engine.ids
+    assert "The wind turns them." in engine.assembler.show(Prompt(list(conversation.turns[-2].ids)))
+    say(conversation, "and now?")
+    assert "wind" not in engine.assembler.show(Prompt(list(conversation.turns[-2].ids)))
+
+
+def test_rebuild_under_another_method_and_system_prompt(tokenizer: Tokenizer) -> None:
+    conversation = Conversation(FakeEngine(tokenizer, "sink", {"window": 60}, window=160), "Be brief.")
+    conversation.open()
+    for text in ("hello", "and you?"):
+        say(conversation, text)
+    before, turns = conversation.engine, list(conversation.turns)
+    other = FakeEngine(tokenizer, "full")
+    assert not conversation.rebuild(other, cancel=after(3))
+    assert (conversation.engine, conversation.turns) == (before, turns)
+    with pytest.raises(ContextOverflow):
+        conversation.rebuild(FakeEngine(tokenizer, "full", window=40))
+    assert conversation.rebuild(other, system="Be kind.")
+    assert conversation.engine is other
+    assert other.ids == rendered(conversation)
+    assert "Be kind." in other.assembler.show(Prompt(other.ids))
+    assert say(conversation, "still there?") == "You said: still there?"
+    assert other.ids == rendered(conversation)
+    assert [turn.text for turn in conversation.turns[:4]] == [turn.text for turn in turns]
+
+
+def test_context_says_what_is_forgotten(tokenizer: Tokenizer) -> None:
+    conversation = Conversation(FakeEngine(tokenizer, "sink", {"sinks": 10, "window": 60}, window=512))
+    conversation.open()
+    for _ in range(10):
+        say(conversation, "the river is wide")
+    context = conversation.context()
+    assert context.visible == 70
+    assert context.visible + context.forgotten == conversation.turns[-1].end
+    seen = [turn for turn in conversation.turns[1::2] if turn.end > conversation.turns[-1].end - 60]
+    assert context.forgotten_turns == 10 - len(seen)
+    assert not conversation.pin(1)
+    assert conversation.context().pinned == sum(len(turn.ids) for turn in conversation.turns[:2])
 
 
 def test_full_says_that_it_is_at_its_end(tokenizer: Tokenizer) -> None:
