@@ -410,10 +410,12 @@ class _Session:
         self.console.notice(
             f"reading all {self.total:,} tokens in {len(cut)} parts; Ctrl-C: answer from those read so far"
         )
-        place = whole.notes_dir() if self.store else None
-        notes = whole.Notes(place, self.engine.info.fingerprint, self.request.system or "", asked)
+        store = self.store and self.store.of(self.total, method="whole")
+        notes = whole.Notes(store, self.engine.info.fingerprint, self.request.system or "", asked)
         with self.interrupts.catching(), self.console.progress("reading") as bar:
             made = whole.read_all(self.documents, cut, question, kind, self._say, notes, bar)
+        if store:
+            store.touch()
         if self.interrupts.leave or not made:
             raise KeyboardInterrupt
         if len(made) < len(cut):

@@ -34,6 +34,8 @@ SMALL = 2000
 Save = Callable[[str, dict[str, str]], None]
 """Writes a safetensors file of this name with this metadata."""
 
+DAMAGED = "damaged"
+"""What stands for the method of pages that do not say what they are of."""
 _ENDING = ".safetensors"
 _PARTIAL = ".tmp-"
 _ABANDONED = 600.0
@@ -144,7 +146,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Reading:
-    """The pages that one reading of `documents` left, as far as it was the first to write them."""
+    """The pages that one reading of `documents` left, as far as it was the first to write them.
+
+    Damaged pages, which do not say what they are of, are one without documents.
+    """
 
     documents: tuple[str, ...]
     model: str
@@ -204,8 +209,9 @@ class Store:
         found: dict[tuple[tuple[str, ...], str, str], list[Entry]] = {}
         for entry in self._entries():
             about = entry.about()
-            documents = tuple(map(str, about.get("documents") or ["unknown"]))
-            found.setdefault((documents, str(about.get("model")), str(about.get("method"))), []).append(entry)
+            documents = tuple(map(str, about.get("documents") or ()))
+            names = (documents, str(about.get("model", "")), str(about.get("method", DAMAGED)))
+            found.setdefault(names, []).append(entry)
         readings = [Reading(*names, entries) for names, entries in found.items()]
         return sorted(readings, key=lambda reading: -reading.used)
 

@@ -7,18 +7,16 @@ own; notes are short, and where they are more than the window holds they are rea
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from safetensors.numpy import save_file
+
 from longchat_cli.citations import Checker, Citation
-from longchat_cli.config import cache_dir, private
 from longchat_cli.documents import Document
+from longchat_cli.pages import Store, digest
 from longchat_cli.prompt import Text
 from longchat_cli.recall.passages import split_sentences
 
@@ -129,42 +127,36 @@ def instruction(question: str, kind: Kind) -> str:
 
 
 class Notes:
-    """Notes on disk, a file per model and instruction: what an interrupt leaves is gone on with.
+    """Notes kept in `store`, a page each, by model, instruction and text: an interrupt's are gone on with.
 
-    `directory` None keeps nothing. A full disk or a damaged line costs the notes, not the answer.
+    `store` None keeps nothing beyond this object.
     """
 
-    def __init__(self, directory: Path | None, *identity: str) -> None:
-        name = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:32]
-        self._path = directory / f"{name}.jsonl" if directory else None
+    def __init__(self, store: Store | None, *identity: str) -> None:
+        self._store, self._identity = store, identity
         self._held: dict[str, str] = {}
-        if self._path and self._path.exists():
-            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, KeyError, TypeError):
-                    row = json.loads(line)
-                    self._held[row["part"]] = row["note"]
 
     def get(self, text: str) -> str | None:
         """The note on a part with this text."""
-        return self._held.get(_digest(text))
+        key = self._key(text)
+        if key not in self._held and self._store and (page := self._store.find(key)):
+            self._held[key] = page["note"]
+        return self._held.get(key)
 
     def add(self, text: str, note: str) -> None:
         """Keep a note at once."""
-        self._held[_digest(text)] = note
-        if self._path:
-            row = json.dumps({"part": _digest(text), "note": note}, ensure_ascii=False)
-            with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-                self._path.chmod(0o600)
-                file.write(row + "\n")
+        key = self._key(text)
+        self._held[key] = note
+        if self._store:
+            self._store.put(key, _blank, {"note": note})
+
+    def _key(self, text: str) -> str:
+        return digest("note", *self._identity, text.encode("utf-8", "surrogatepass"))
 
 
-def notes_dir() -> Path:
-    """Where notes are kept, in the cache directory."""
-    return private(cache_dir() / "notes")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def _blank(name: str, metadata: dict[str, str]) -> None:
+    """A page whose metadata is all it holds."""
+    save_file({}, name, metadata)
 
 
 def read_all(

@@ -177,6 +177,17 @@ def test_a_damaged_page_is_made_anew(run: Run, book: Path, place: Path) -> None:
     assert reused(run("ask", book, "What is it?"))[0] > 2000
 
 
+def test_damaged_pages_are_listed_as_such(run: Run, book: Path, place: Path) -> None:
+    run("ingest", book)
+    first, second = sorted(place.iterdir())[:2]
+    first.write_bytes(b"\xff" * 100)
+    second.write_bytes(b"")
+    rows = {tuple(row["documents"]): row for row in json.loads(run("cache", "ls", "--json").stdout)}
+    assert rows[()] == rows[()] | {"model": "", "method": "damaged", "pages": 2, "bytes": 100}
+    assert rows[(str(book),)]["method"] == "sink"
+    assert "damaged: `longchat cache verify` deletes them" in run("cache", "ls").stdout
+
+
 def test_the_cache_command(run: Run, book: Path, place: Path, tmp_path: Path) -> None:
     assert json.loads(run("cache", "ls", "--json").stdout) == []
     other = tmp_path / "other.txt"

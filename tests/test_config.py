@@ -165,6 +165,9 @@ def test_what_a_project_may_not_set(user: Path, project: Path) -> None:
         "offline = false",
         "[bench.speed]\njson = '/tmp/x'",
         "plot = '/tmp'",
+        "no-log = false",
+        "[ask]\ncache = true",
+        "[chat]\nwith = ['/etc/passwd']",
     ):
         project.write_text(text)
         assert isinstance(run("methods").exception, BadConfig)
@@ -174,7 +177,20 @@ def test_what_a_project_may_not_set(user: Path, project: Path) -> None:
         user.unlink()
     project.write_text("[ask]\nschema = 'a.json'\njson = true\n[methods]\ndata = 'b.txt'\n")
     assert run("methods").exit_code == 0
-    assert run("config", "set", "--project", "ask.output", "x").exception
+    project.write_text("no-log = true\n[ask]\ncache = false\n")  # less may be kept
+    assert run("methods").exit_code == 0
+    for words in (("ask.output", "x"), ("ask.no-log", "false")):
+        assert run("config", "set", "--project", *words).exception
+    assert run("config", "set", "--project", "ask.no-log", "true").exit_code == 0
+
+
+def test_what_is_asked_is_no_setting(user: Path, project: Path) -> None:
+    for file in (user, project):
+        file.write_text("[ask]\nquestion = 'Who?'")
+        error = run("methods").exception
+        assert isinstance(error, BadConfig) and "there is no setting ask.question" in str(error)
+        file.unlink()
+    assert "question" not in run("config", "show", "--all").stdout
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives a file away")

@@ -88,10 +88,10 @@ def test_empty_notes_are_left_out(text: str) -> None:
     assert whole.useful([kept]) == [kept]
 
 
-def test_sentences_said_again_or_cut_off_are_left_out_of_notes(tmp_path: Path) -> None:
+def test_sentences_said_again_or_cut_off_are_left_out_of_notes() -> None:
     part = whole.parts([BOOK], count, 60)[0]
     said = "He went to Dover. He\nwent to Dover. It rained. He went to"
-    (note,) = whole.read_all([BOOK], [part], "Summarise.", "summary", lambda *_: said, Notes(tmp_path))
+    (note,) = whole.read_all([BOOK], [part], "Summarise.", "summary", lambda *_: said, Notes(None))
     assert note.text == "He went to Dover. It rained."
     (note,) = whole.read_all([BOOK], [part], "Summarise.", "summary", lambda *_: "unfinished", Notes(None))
     assert note.text == "unfinished"
@@ -117,18 +117,31 @@ def test_notes_that_never_get_shorter_come_to_an_end() -> None:
     assert whole.condense([long] * 3, "?", "summary", 30, count, lambda *_: long) == [long.strip()]
 
 
-def test_notes_are_kept_and_a_damaged_line_costs_one(tmp_path: Path) -> None:
-    first = Notes(tmp_path, "model", "Summarise.")
+def test_notes_are_sealed_pages_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
+    first = Notes(Store(tmp_path), "model", "Summarise.")
     first.add("part one", "a note")
-    first.add("part two", "another")
-    (file,) = tmp_path.iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
-    file.write_bytes(b'\xff{"part": 3\n[]\n' + file.read_bytes() + b'{"part": "x", "no')
-    again = Notes(tmp_path, "model", "Summarise.")
-    assert (again.get("part one"), again.get("part two")) == ("a note", "another")
-    assert Notes(tmp_path, "model", "List all.").get("part one") is None
-    Notes(None, "model").add("part one", "a note")
-    assert len(list(tmp_path.iterdir())) == 1
+    first.add("part two", "another — näher")
+    for entry in Store(tmp_path).entries():
+        assert entry.path.stat().st_mode & 0o777 == 0o600
+    again = Notes(Store(tmp_path), "model", "Summarise.")
+    assert (again.get("part one"), again.get("part two")) == ("a note", "another — näher")
+    assert Notes(Store(tmp_path), "model", "List all.").get("part one") is None
+    assert Notes(Store(tmp_path), "other model", "Summarise.").get("part one") is None
+    one = next(path for path in tmp_path.iterdir() if b"a note" in path.read_bytes())
+    one.write_bytes(one.read_bytes().replace(b"a note", b"a vote"))
+    changed = Notes(Store(tmp_path), "model", "Summarise.")
+    assert (changed.get("part one"), changed.get("part two")) == (None, "another — näher")
+
+
+def test_notes_count_in_the_budget_of_what_is_kept(tmp_path: Path) -> None:
+    notes = Notes(Store(tmp_path, budget=1500), "model")
+    for number in range(20):
+        notes.add(f"part {number}", "a note of " + "many words " * 20)
+    assert 0 < sum(entry.bytes for entry in Store(tmp_path).entries()) <= 1500
+    assert notes.get("part 19") is not None  # for the answer that is being made
+    unkept = Notes(None, "model")
+    unkept.add("part one", "a note")
+    assert unkept.get("part one") == "a note"
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,12 @@ def cache_ls(as_json: bool) -> None:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(reading.used))
         names = ", ".join(reading.documents)
         size = format_bytes(reading.bytes)
-        click.echo(f"{size:>10}  {len(reading.entries):>6,} pages  {used}  {reading.method:<8} {names}")
+        what = (
+            f"{reading.method:<8} {names}"
+            if names
+            else f"{reading.method}: `longchat cache verify` deletes them"
+        )
+        click.echo(f"{size:>10}  {len(reading.entries):>6,} pages  {used}  {what}")
     total = format_bytes(sum(reading.bytes for reading in readings))
     current_console().notice(f"{total} in all, in {_store().root}")
 
@@ -71,7 +76,7 @@ def cache_rm(names: tuple[str, ...], everything: bool) -> None:
 
 
 @cache.command("prune")
-@click.option("--cache-size", type=Size(), default=10 << 30, show_default="10GiB", help="Most that is left.")
+@click.option("--cache-size", type=Size(), default="10GiB", show_default=True, help="Most that is left.")
 def cache_prune(cache_size: int) -> None:
     """Delete what was not used for longest until the rest fits."""
     from longchat_cli.config import format_bytes

@@ -104,9 +104,9 @@ def set_(key: str, values: tuple[str, ...], project: bool) -> None:
     """Set a key; several values for an option that can be repeated."""
     file = _file(project)
     path, options, names = _target(key)
-    if project and not all(map(configured.for_projects, options)):
-        raise UsageError(f"{key} cannot be set for a project", "", "set it in the user file")
     value = _parsed(options[0], values)
+    if project and not all(configured.for_projects(option, value) for option in options):
+        raise UsageError(f"{key} cannot be set so for a project", "", "set it in the user file")
     configured.convert(options[0], Value(value, "config set"))
     file.put([*path, *names], value)
     current_console().notice(f"{key} = {_toml(value)} in {file.path}")

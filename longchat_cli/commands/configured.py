@@ -23,6 +23,10 @@ Path = tuple[str, ...]
 """Names of commands, ("models", "list"); () is the top of a file."""
 _ONLY_READ = {"data", "peer-models", "schema"}
 """Options that name files and write none."""
+_LESS = {"no-log": True, "cache": False}
+"""What a project may say of what is kept: less."""
+_ARGUMENTS = {"question"}
+"""Options that say what is asked, not how: they belong to a single call."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,10 @@ def key_of(option: click.Option) -> str:
 
 
 def options_of(command: click.Command) -> dict[str, click.Option]:
-    """A command's options by key, without those that only show something (--help, --version)."""
+    """A command's options by key, without those that only show something (--help, --version) or ask."""
     options = (param for param in command.params if isinstance(param, click.Option))
-    return {key_of(option): option for option in options if not option.is_eager}
+    keys = {key_of(option): option for option in options if not option.is_eager}
+    return {key: option for key, option in keys.items() if key not in _ARGUMENTS}
 
 
 def commands(group: click.Group, path: Path = ()) -> Iterator[tuple[Path, click.Command]]:
@@ -169,18 +174,18 @@ def _check_value(
         except BadConfig as error:
             errors.append(error)
             continue
-        if file.kind == "project" and not for_projects(option):
-            raise BadConfig(f"{file}: {key} cannot be set for a project", "", "set it in the user file")
+        if file.kind == "project" and not for_projects(option, value):
+            raise BadConfig(f"{file}: {key} cannot be set so for a project", "", "set it in the user file")
     if len(errors) == len(takers):
         raise errors[0]
 
 
-def for_projects(option: click.Option) -> bool:
-    """Whether a project file may set it. That comes with a folder from who knows where, and must neither name
-    a file that is written over nor open the network that its user closed."""
+def for_projects(option: click.Option, value: Any) -> bool:
+    """Whether a project file may set it so. That comes with a folder from who knows where, and must neither
+    name a file that is written over or put in front of the model, nor keep what its user does not keep."""
     key = key_of(option)
     writes = option.metavar in ("FILE", "DIR") and key not in _ONLY_READ
-    return not writes and key != "offline"
+    return not writes and key not in ("offline", "with") and _LESS.get(key, value) == value
 
 
 def meant(name: str, names: Iterable[str]) -> str:

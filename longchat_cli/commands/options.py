@@ -171,8 +171,8 @@ reading_options = _stack(
 cache_size_option = click.option(
     "--cache-size",
     type=Size(),
-    default=10 << 30,
-    show_default="10GiB",
+    default="10GiB",
+    show_default=True,
     help="Most that is kept, of all texts.",
 )
 cache_options = _stack(
