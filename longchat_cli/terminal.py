@@ -82,6 +82,42 @@ def is_tty(stream: IO[Any] | None) -> bool:
         return False
 
 
+def coloured(stream: IO[Any] | None) -> bool:
+    """Whether colours may go to `stream`: NO_COLOR forbids them, FORCE_COLOR wants them, else a terminal that
+    is not dumb has them."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "0") != "0":
+        return True
+    return is_tty(stream) and os.environ.get("TERM") != "dumb"
+
+
+@contextlib.contextmanager
+def hushed(stream: IO[Any] | None) -> Iterator[None]:
+    """Keys typed while the body runs are not echoed into what it prints; the next prompt gets them."""
+    try:
+        import termios
+    except ImportError:  # Windows
+        stream = None
+    if stream is None:
+        yield
+        return
+    try:
+        handle = stream.fileno()
+        before = termios.tcgetattr(handle)
+    except (OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    mode = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    with contextlib.suppress(termios.error):
+        termios.tcsetattr(handle, termios.TCSANOW, mode)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error, OSError, ValueError):  # the terminal may be gone
+            termios.tcsetattr(handle, termios.TCSANOW, before)
+
+
 class Interrupts:
     """Ctrl-C, counted. Inside `catching` the first one sets `stop`, a second within PATIENCE `leave`.
 

@@ -74,7 +74,7 @@ def test_session(start: Start, tmp_path: Path) -> None:
         child.expect_exact(name)
     child.expect_exact(PROMPT)
     child.send("/context\r")
-    child.expect(r"1 turns, (\d+) tokens seen, (\d+) visible, 0 forgotten")
+    child.expect(r"1 turns, (\d+) tokens seen")
     child.expect_exact(PROMPT)
     child.send("/contxt\r")
     child.expect_exact("did you mean /context?")

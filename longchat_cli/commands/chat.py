@@ -39,6 +39,10 @@ from longchat_cli.commands.options import (
     help="Start from a document; repeatable.",
 )
 @click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
+@click.option(
+    "--keys", type=Name(["emacs", "vi"]), default="emacs", show_default=True, help="How lines are edited."
+)
+@click.option("--plain", is_flag=True, help="Show answers as they are: no colours for their Markdown.")
 @log_option
 @model_options
 @sampling_options(temperature=0.2, top_p=0.9, max_tokens=1024)
@@ -60,6 +64,9 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
     def keep(model: str, method: str, question: str, answer: str, stop: str) -> None:
         record(Entry("chat", model, method, question, answer, stop, documents))
 
+    def open_model(name: str) -> Any:
+        return engine_opener({**take(params, MODEL), "model": name}, console)
+
     repl.run(
         engine_opener(take(params, MODEL), console),
         method=method,
@@ -70,4 +77,7 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
         console=console,
         keyboard="/dev/tty" if "-" in documents else None,
         record=keep,
+        workbench=repl.Workbench(open_model, lambda names: read(names, console)),
+        keys=params["keys"],
+        plain=params["plain"],
     )

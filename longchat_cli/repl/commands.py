@@ -1,0 +1,341 @@
+"""Slash commands: a function each, and its line in COMMANDS."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from longchat_cli import config
+from longchat_cli.attention import METHODS
+from longchat_cli.chat import Turn, open_pinned
+from longchat_cli.documents.names import printable
+from longchat_cli.errors import UsageError
+from longchat_cli.repl import clipboard, settings
+from longchat_cli.repl.bar import Part, bar, legend
+from longchat_cli.repl.prompt import edited
+from longchat_cli.terminal import coloured
+from longchat_cli.terminal_text import Sanitizer
+
+if TYPE_CHECKING:
+    from longchat_cli.ask import Open
+    from longchat_cli.repl.loop import Repl
+
+
+class Left(Exception):
+    """The user asked to leave."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A slash command: what it `takes`, its line in /help, and what it does with what follows its name."""
+
+    takes: str
+    help: str
+    run: Callable[[Repl, str], None]
+
+
+def take(repl: Repl, text: str) -> None:
+    """One input: a command, or a turn (`//` begins a turn that starts with a slash).
+
+    Raises Left, KeyboardInterrupt at two Ctrl-C, and LongchatError for what cannot be done.
+    """
+    if text.startswith("/") and not text.startswith("//"):
+        name, _, argument = text[1:].partition(" ")
+        _find(name.strip()).run(repl, argument.strip())
+    elif text.strip():
+        repl.send(text.removeprefix("/") if text.startswith("//") else text)
+
+
+def choices(repl: Repl, name: str | None) -> Iterable[tuple[str, str]] | str:
+    """What completion offers: the commands, or what the command `name` takes."""
+    if name is None:
+        return [(name, command.help) for name, command in COMMANDS.items()]
+    takes = COMMANDS[name].takes if name in COMMANDS else ""
+    kind = takes.strip("[]").partition(" ")[0]
+    if kind in ("FILE", "DOC"):
+        return "file"
+    return _WORDS[kind](repl) if kind in _WORDS else []
+
+
+def _find(name: str) -> Command:
+    """The command of that name. Raises UsageError."""
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean /{close[0]}?" if close else "/help lists them"
+        raise UsageError(
+            f"no command /{printable(name)}", "", f"{hint} (//{printable(name)} sends it as text)"
+        )
+    return COMMANDS[name]
+
+
+def _help(repl: Repl, argument: str) -> None:
+    shown = {argument.removeprefix("/"): _find(argument.removeprefix("/"))} if argument else COMMANDS
+    width = max(len(f"{name} {command.takes}") for name, command in shown.items())
+    for name, command in shown.items():
+        repl.console.say(f"/{name} {command.takes}".ljust(width + 3) + command.help)
+    if not argument:
+        repl.console.say(_KEYS)
+
+
+_KEYS = (
+    "Alt-Enter adds a line, Ctrl-R searches the history, Ctrl-X Ctrl-E opens $EDITOR, Tab completes, Ctrl-Z "
+    "suspends,\nCtrl-C stops an answer and twice leaves, Ctrl-D leaves; // begins a turn with a slash"
+)
+
+
+def _context(repl: Repl, argument: str) -> None:
+    info, seen = repl.conversation.engine.info, repl.conversation.context()
+    total = seen.visible + seen.forgotten
+    width = min(shutil.get_terminal_size().columns, 100) - 4
+    colours, parts = coloured(sys.stderr), context_parts(repl)
+    speed = f", {repl.speed:,.0f} tok/s" if repl.speed else ""
+    repl.console.say(
+        f"{info.model}, {info.method}, window {info.window:,}: {seen.turns:,} turns, {total:,} tokens seen\n"
+        f"{bar(parts, width, colours)}\n{legend(parts, colours)}\n"
+        f"{config.format_bytes(seen.bytes)} held{speed}"
+    )
+
+
+def context_parts(repl: Repl) -> list[Part]:
+    """What was said, by how the next turn sees it; the parts add up to all tokens seen and retrieved."""
+    seen, options = repl.conversation.context(), repl.conversation.engine.info.options
+    opening = min(seen.opening, options.get("sinks", 0)) if seen.forgotten else seen.opening
+    pinned = opening + seen.pinned
+    recent = max(seen.visible - pinned - seen.sinks, 0)
+    gone = f"{seen.forgotten_turns:,} of {seen.turns:,} turns" if seen.forgotten else ""
+    return [
+        Part("pinned", pinned, "#", "35", "system prompt, documents, /pin" if pinned else ""),
+        Part("sinks", seen.sinks, "=", "33"),
+        Part("visible", recent, "|", "32", f"{seen.turns - seen.forgotten_turns:,} turns"),
+        Part("retrieved", seen.retrieved, "+", "36"),
+        Part("forgotten", seen.forgotten, ".", "90", gone),
+    ]
+
+
+def _new(repl: Repl, argument: str) -> None:
+    repl.open()
+    repl.console.notice("a new conversation")
+
+
+def _undo(repl: Repl, argument: str) -> None:
+    taken = repl.conversation.turns[-2:]
+    if not taken:
+        raise UsageError("there is nothing to take back")
+    with repl.working("reading") as (progress, cancel):
+        done = repl.conversation.undo(progress, cancel)
+    _say_outcome(repl, done, f"taken back: {_brief(taken[0].text)}")
+
+
+def _retry(repl: Repl, argument: str) -> None:
+    repl.show(lambda *watching: repl.conversation.retry(repl.sampling, *watching))
+
+
+def _edit(repl: Repl, argument: str) -> None:
+    first, _, text = argument.partition(" ")
+    number, text = (
+        (int(first), text.strip()) if first.isdecimal() else (repl.conversation.exchanges, argument)
+    )
+    words = repl.conversation.turns[2 * number - 2 : 2 * number - 1] if number > 0 else []
+    if not words:
+        raise UsageError(f"there is no turn {number}", "", "/tokens lists them")
+    text = text or edited(words[0].text)
+    if text in ("", words[0].text):
+        repl.console.notice("nothing was changed")
+        return
+    repl.show(lambda *watching: repl.conversation.edit(number, text, repl.sampling, *watching))
+
+
+def _file(repl: Repl, argument: str) -> None:
+    if not argument:
+        raise UsageError("which file?", "", "/file DOC...: it goes with your next words")
+    whole = os.path.exists(os.path.expanduser(argument))  # noqa: PTH110, PTH111
+    names = [os.path.expanduser(name) for name in ([argument] if whole else _split(argument))]  # noqa: PTH111
+    documents = repl.workbench.documents(names).documents
+    repl.conversation.add(documents)
+    for document in documents:
+        count = repl.conversation.engine.count(document.text)
+        repl.console.notice(f"{printable(document.name)}: {count:,} tokens go with your next words")
+
+
+def _system(repl: Repl, argument: str) -> None:
+    if not argument:
+        now = repl.conversation.system
+        repl.console.say(Sanitizer().feed(now) if now else "no system prompt; /system TEXT sets one")
+        return
+    system = None if argument == "off" else argument
+    _rebuild(repl, system=system)
+
+
+def _method(repl: Repl, argument: str) -> None:
+    info = repl.conversation.engine.info
+    if not argument:
+        own = ", ".join(f"{name}={value}" for name, value in info.options.items())
+        repl.console.say(f"{info.method}: {own}" if own else info.method)
+        return
+    from longchat_cli.evaluation.measure import named
+
+    name, *given = argument.replace(":", " ", 1).replace(",", " ").split()
+    if name == "recall":
+        raise UsageError("recall answers over documents", "", "leave and use `longchat ask`")
+    method, options = named(f"{name}:{','.join(given)}" if given else name)
+    _rebuild(repl, method=method, options=options)
+
+
+def _model(repl: Repl, argument: str) -> None:
+    if not argument:
+        info = repl.conversation.engine.info
+        repl.console.say(f"{info.model}: window {info.window:,}, {info.dtype} on {info.device}")
+        return
+    _rebuild(repl, open_engine=repl.workbench.model(argument))
+
+
+def _rebuild(
+    repl: Repl,
+    *,
+    open_engine: Open | None = None,
+    method: str | None = None,
+    options: dict[str, Any] | None = None,
+    system: Any = ...,
+) -> None:
+    """Read the conversation anew under what is given; all or nothing."""
+    conversation = repl.conversation
+    open_engine, options = open_engine or repl.open_engine, repl.options if options is None else options
+    method = method or conversation.engine.info.method
+    system = conversation.system if system is ... else system
+    engine = open_pinned(open_engine, method, options, system, conversation.documents)
+    with repl.working("reading anew") as (progress, cancel):
+        done = conversation.rebuild(engine, system, progress, cancel)
+    if done:
+        repl.open_engine, repl.options = open_engine, options
+    seen = conversation.coverage().seen
+    _say_outcome(repl, done, f"{engine.info.model}, {engine.info.method}: {seen:,} tokens read anew")
+
+
+def _say_outcome(repl: Repl, done: bool, notice: str) -> None:
+    if repl.interrupts.leave:
+        raise KeyboardInterrupt
+    repl.console.notice(notice if done else "stopped; everything is as before")
+
+
+def _set(repl: Repl, argument: str) -> None:
+    name, _, value = argument.partition(" ")
+    if value.strip():
+        settings.put(repl, name, value.strip())
+    for known in [settings.known(name)] if name else settings.NAMES:
+        repl.console.say(f"{known:<19}{settings.get(repl, known)}")
+
+
+def _tokens(repl: Repl, argument: str) -> None:
+    conversation = repl.conversation
+    if argument:
+        repl.console.say(f"{conversation.engine.count(argument):,} tokens")
+        return
+    repl.console.say(f"   0  {len(conversation.opening):>9,}  system prompt and documents")
+    for number, (user, answer) in enumerate(_exchanges(repl), 1):
+        mark = "#" if user.pinned else " "
+        repl.console.say(f"{number:>4}{mark} {len(user.ids) + len(answer.ids):>9,}  {_brief(user.text)}")
+
+
+def _copy(repl: Repl, argument: str) -> None:
+    answer = next((turn.text for turn in reversed(repl.conversation.turns) if turn.role == "assistant"), None)
+    if answer is None:
+        raise UsageError("there is no answer to copy")
+    if argument == "code":
+        blocks = _BLOCK.findall(answer)
+        if not blocks:
+            raise UsageError("there is no code in the last answer")
+        answer = blocks[-1]
+    text = Sanitizer().feed(answer)
+    repl.console.notice(f"{len(text):,} characters copied through {clipboard.copy(text)}")
+
+
+_BLOCK = re.compile(r"^ {0,3}(?:```|~~~)[^\n]*\n(.*?)^ {0,3}(?:```|~~~)", re.MULTILINE | re.DOTALL)
+
+
+def _multiline(repl: Repl, argument: str) -> None:
+    repl.multiline = not repl.multiline
+    repl.console.notice("Enter adds a line, Alt-Enter sends" if repl.multiline else "Enter sends")
+
+
+def _pin(repl: Repl, argument: str) -> None:
+    number, on = _number(repl, argument.removesuffix(" off")), not argument.endswith("off")
+    held = repl.conversation.pin(number, on)
+    what = f"turn {number} is {'pinned' if on else 'no longer pinned'}"
+    repl.console.notice(what if held else f"{what} once the conversation is read anew: /method does that")
+
+
+def _quit(repl: Repl, argument: str) -> None:
+    raise Left
+
+
+def _number(repl: Repl, text: str) -> int:
+    """The number of a turn, the last one by default. Raises UsageError."""
+    if not text or text == "off":
+        return repl.conversation.exchanges
+    if not text.isdecimal():
+        raise UsageError(f"{printable(text)} is no turn's number", "", "/tokens lists them")
+    return int(text)
+
+
+def _exchanges(repl: Repl) -> Iterable[tuple[Turn, Turn]]:
+    turns = repl.conversation.turns
+    return zip(turns[::2], turns[1::2], strict=True)
+
+
+def _brief(text: str) -> str:
+    """The beginning of a turn on one line."""
+    return printable(textwrap.shorten(text[:200], 60, placeholder=" ..."))
+
+
+def _split(argument: str) -> list[str]:
+    """Words as in a shell. Raises UsageError."""
+    try:
+        return shlex.split(argument)
+    except ValueError as error:
+        raise UsageError(f"cannot read {printable(argument)}", str(error)) from error
+
+
+_WORDS: dict[str, Callable[[Repl], Iterable[tuple[str, str]]]] = {
+    "COMMAND": lambda repl: [(name, command.help) for name, command in COMMANDS.items()],
+    "METHOD": lambda repl: [(name, "") for name in METHODS if name != "recall"],
+    "MODEL": lambda repl: [(entry.name, entry.title) for entry in _models()],
+    "SETTING": lambda repl: [(name, str(settings.get(repl, name))) for name in settings.NAMES],
+    "TURN": lambda repl: [(str(n), _brief(user.text)) for n, (user, _) in enumerate(_exchanges(repl), 1)],
+}
+"""What completion offers for what a command takes."""
+
+
+def _models() -> Iterable[Any]:
+    from longchat_cli.models import catalog
+
+    return (entry for entry in catalog.entries() if entry.kind == "decoder")
+
+
+COMMANDS: dict[str, Command] = {
+    "help": Command("[COMMAND]", "list the commands", _help),
+    "context": Command("", "what the model still sees and what it has forgotten", _context),
+    "new": Command("", "start a new conversation", _new),
+    "undo": Command("", "take the last turn and its answer back", _undo),
+    "retry": Command("", "answer the last turn again", _retry),
+    "edit": Command("[TURN [TEXT]]", "change a turn (in $EDITOR) and go on from there", _edit),
+    "file": Command("DOC...", "read files, folders or URLs into the next turn", _file),
+    "system": Command("[TEXT|off]", "show or change the system prompt; all is read anew", _system),
+    "set": Command("[SETTING [VALUE]]", "show or change how answers are made and shown", _set),
+    "method": Command(
+        "[METHOD [NAME=VALUE]...]", "show or change the attention method; all is read anew", _method
+    ),
+    "model": Command("[MODEL]", "show or change the model; all is read anew", _model),
+    "tokens": Command("[TEXT]", "count the tokens of a text, or of every turn", _tokens),
+    "copy": Command("[code]", "copy the last answer, or its last code block", _copy),
+    "multiline": Command("", "Enter adds a line and Alt-Enter sends, or back", _multiline),
+    "pin": Command("[TURN] [off]", "never forget a turn, or no longer", _pin),
+    "quit": Command("", "leave", _quit),
+}

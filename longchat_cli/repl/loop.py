@@ -1,0 +1,217 @@
+"""The chat's loop: prompt, answer, repeat, at a terminal; a turn a line, over a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from longchat_cli import attention
+from longchat_cli.ask import Open
+from longchat_cli.chat import Conversation, open_conversation
+from longchat_cli.documents import Collection, Document
+from longchat_cli.engine import Piece, Progress
+from longchat_cli.errors import LongchatError, UsageError
+from longchat_cli.repl import bar, commands
+from longchat_cli.repl.markdown import Markdown
+from longchat_cli.repl.prompt import Prompt
+from longchat_cli.sampling import Sampling
+from longchat_cli.terminal import Console, Interrupts, coloured, hushed, is_tty
+from longchat_cli.terminal_text import Sanitizer
+
+Record = Callable[[str, str, str, str, str], None]
+"""Called with model, method, question, answer and why it ended."""
+Answering = Callable[[Progress | None, Callable[[], bool]], Iterator[Piece]]
+"""Begins an answer, given the progress of reading and the cancel flag."""
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """What commands may open: another model by its name, documents by theirs."""
+
+    model: Callable[[str], Open]
+    documents: Callable[[Sequence[str]], Collection]
+
+
+def run(
+    open_engine: Open,
+    *,
+    method: str,
+    options: Mapping[str, Any],
+    system: str | None,
+    documents: Sequence[Document],
+    sampling: Sampling,
+    console: Console,
+    workbench: Workbench,
+    keyboard: str | None = None,
+    record: Record | None = None,
+    keys: str = "emacs",
+    plain: bool = False,
+) -> None:
+    """Chat until the end of input; `keyboard` names a terminal to read from instead of standard input.
+
+    `keys`: emacs or vi; `plain`: no colours in answers. Raises KeyboardInterrupt when Ctrl-C ended it.
+    """
+    source = _keyboard(keyboard) if keyboard else sys.stdin
+    conversation = open_conversation(open_engine, method, options, system, documents)
+    chat = Repl(conversation, open_engine, sampling, console, workbench, record)
+    chat.options = dict(options)
+    chat.keys, chat.styled = keys, not plain and coloured(sys.stdout)
+    chat.open()
+    if is_tty(source):
+        chat.converse(Prompt(source, lambda name: commands.choices(chat, name)), source)
+    else:
+        chat.answer_lines(source.buffer)
+
+
+def _keyboard(path: str) -> TextIO:
+    try:
+        return open(path, encoding="utf-8")  # noqa: SIM115, PTH123
+    except OSError as error:
+        why = "standard input is the document and there is no terminal"
+        raise UsageError("nobody can type", why, "name the document, or use `longchat ask`") from error
+
+
+class Repl:
+    """A conversation on a screen. Slash commands are the entries of `commands.COMMANDS`."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        open_engine: Open,
+        sampling: Sampling,
+        console: Console,
+        workbench: Workbench,
+        record: Record | None = None,
+    ) -> None:
+        self.conversation, self.open_engine = conversation, open_engine
+        self.options: dict[str, Any] = {}  # of the method, as the user gave them
+        self.sampling, self.console, self.workbench = sampling, console, workbench
+        self.record = record
+        self.interrupts = Interrupts()
+        self.keyboard: TextIO | None = None  # until there is a prompt
+        self.keys, self.multiline, self.styled = "emacs", False, False
+        self.speed = 0.0  # tokens per second of the last answer
+
+    def open(self) -> None:
+        """Read system prompt and documents. Raises KeyboardInterrupt when Ctrl-C stops that."""
+        with self.working("reading") as (progress, cancel):
+            done = self.conversation.open(progress, cancel)
+        if not done:
+            raise KeyboardInterrupt
+        forgotten = self.conversation.coverage().forgotten
+        if forgotten and self.conversation.documents:
+            method, read = self.conversation.engine.info.method, len(self.conversation.opening)
+            self.console.warn(
+                f"{method} has already forgotten {forgotten:,} of the text's {read:,} tokens; "
+                "`longchat ask` finds passages anywhere"
+            )
+
+    def converse(self, prompt: Prompt, keyboard: TextIO) -> None:
+        """Prompt, answer, repeat. Ends at Ctrl-D and /quit; raises KeyboardInterrupt after two Ctrl-C."""
+        self.keyboard = keyboard
+        info = self.conversation.engine.info
+        self.console.notice(f"{info.model}, {info.method}. /help lists commands, Ctrl-D leaves.")
+        while (text := self._ask(prompt)) is not None:
+            try:
+                commands.take(self, text)
+            except LongchatError as error:
+                self.console.warn(str(error))
+            except KeyboardInterrupt:
+                self.pressed("stopped; Ctrl-C again leaves")
+            except commands.Left:
+                return
+
+    def answer_lines(self, lines: Iterator[bytes] | Any) -> None:
+        """Each line that is not blank is a turn; what it says is never a command."""
+        for line in lines:
+            if text := line.decode("utf-8", "replace").strip():
+                self.send(text)
+                if self.interrupts.stop:
+                    raise KeyboardInterrupt
+
+    def send(self, text: str) -> None:
+        """Send one turn and print the answer as it comes."""
+        self.show(lambda *watching: self.conversation.send(text, self.sampling, *watching))
+
+    def show(self, begin: Answering) -> None:
+        """Print an answer as it comes, made safe for the terminal. Raises KeyboardInterrupt at two Ctrl-C."""
+        last = self.conversation.turns[-1:]
+        with self.interrupts.catching(), hushed(self.keyboard):
+            with self.console.progress("reading") as bar:  # gone before the first word stands in its place
+                pieces = begin(bar, self.interrupts.stopped)
+                first = list(itertools.islice(pieces, 1))
+            with contextlib.closing(pieces):  # type: ignore[type-var]  # whatever happens, its end is now
+                self._print(itertools.chain(first, pieces))
+        answered = self.conversation.turns[-1:] != last
+        if answered and self.record:
+            info, (user, answer) = self.conversation.engine.info, self.conversation.turns[-2:]
+            self.record(info.model, info.method, user.text, Sanitizer().feed(answer.text), answer.stop or "")
+        if self.interrupts.leave:
+            raise KeyboardInterrupt
+        if self.interrupts.stop and self.keyboard:
+            what = "what was said is kept" if answered else "everything is as before"
+            self.console.notice(f"stopped; {what}, Ctrl-C again leaves")
+
+    def _print(self, pieces: Iterator[Piece]) -> None:
+        sanitizer, markdown = Sanitizer(), Markdown() if self.styled else None
+        ended, count, begun = True, -1, time.perf_counter()
+        try:
+            for piece in pieces:
+                if count < 0:
+                    begun = time.perf_counter()
+                count += len(piece.ids)
+                shown = sanitizer.feed(piece.text)
+                ended = shown.endswith("\n") if shown else ended
+                sys.stdout.write(markdown.feed(shown) if markdown else shown)
+                sys.stdout.flush()
+        finally:
+            if markdown:
+                sys.stdout.write(markdown.flush())
+        if not ended:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+        if count > 0:
+            self.speed = count / (time.perf_counter() - begun)
+
+    def pressed(self, notice: str) -> None:
+        """Count a Ctrl-C; raises KeyboardInterrupt when it is the second."""
+        self.interrupts.press()
+        if self.interrupts.leave:
+            raise KeyboardInterrupt
+        self.console.notice(notice)
+
+    @contextlib.contextmanager
+    def working(self, label: str) -> Iterator[tuple[Any, Callable[[], bool]]]:
+        """A progress bar and the cancel flag, while the model works."""
+        catching = self.interrupts.catching()
+        with catching, hushed(self.keyboard), self.console.progress(label) as progress:
+            yield progress, self.interrupts.stopped
+
+    def _ask(self, prompt: Prompt) -> str | None:
+        """What was typed; None at Ctrl-D. The first Ctrl-C clears the line."""
+        while True:
+            try:
+                return prompt.ask(self._toolbar(), self.keys, self.multiline)
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                self.pressed("Ctrl-C again or Ctrl-D leaves")
+
+    def _toolbar(self) -> str:
+        """Made once for each prompt: typing costs nothing."""
+        info, state = self.conversation.engine.info, self.conversation.coverage()
+        if attention.method_class(info.method).unlimited:
+            share, of = (
+                state.visible / max(state.seen, 1),
+                f"{state.visible:,} of {state.seen:,} tokens visible",
+            )
+        else:
+            share, of = state.seen / info.window, f"{state.seen:,} of {info.window:,} tokens"
+        speed = f"  {self.speed:,.0f} tok/s" if self.speed else ""
+        several = "  Alt-Enter sends" if self.multiline else ""
+        return f" {info.model}  {info.method}  {bar.gauge(share)} {of}{speed}{several}"

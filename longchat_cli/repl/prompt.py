@@ -1,0 +1,130 @@
+"""The line editor: keys, history, completion, editor, suspension. prompt-toolkit does the work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from longchat_cli import config
+from longchat_cli.errors import CannotCreate, UsageError
+from longchat_cli.repl.completion import Choices, completer
+from longchat_cli.terminal import is_tty
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
+
+PROMPT = "> "
+_CONTINUED = ". "
+_REMEMBERED = 1 << 16
+"""Characters of an input that the history file keeps; a pasted book is not typed again."""
+
+
+class Prompt:
+    """Asks for input on the terminal `source`. `choices` completes slash commands."""
+
+    def __init__(self, source: TextIO, choices: Choices) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.application import get_app
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.input import create_input
+        from prompt_toolkit.output import create_output
+
+        self._multiline = False
+        several = Condition(lambda: self._multiline)
+        command = Condition(lambda: get_app().current_buffer.document.text.startswith("/"))
+        # A prompt on stdout that goes to a file would end up in it. None: a plain prompt where TERM=dumb.
+        output = None if is_tty(sys.stdout) else create_output(always_prefer_tty=True)
+        reading = None if source is sys.stdin else create_input(source)
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(),
+            key_bindings=_bindings(several),
+            multiline=several,
+            prompt_continuation=_CONTINUED,
+            completer=completer(choices),
+            complete_while_typing=command,
+            reserve_space_for_menu=6,
+            enable_open_in_editor=True,
+            tempfile_suffix=".md",
+            input=reading,
+            output=output,
+        )
+
+    def ask(self, toolbar: str, keys: str, multiline: bool) -> str:
+        """What was typed, with `toolbar` below and emacs or vi `keys`; Enter sends, or adds a line where
+        `multiline`, and Alt-Enter the other. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        from prompt_toolkit.enums import EditingMode
+
+        self._multiline = multiline
+        self._session.editing_mode = EditingMode.VI if keys == "vi" else EditingMode.EMACS
+        # A text, no function: it is not made anew at every key.
+        return self._session.prompt(PROMPT, bottom_toolbar=toolbar, pre_run=_suspendable)
+
+
+def edited(text: str) -> str:
+    """`text` as $VISUAL or $EDITOR leaves it. Raises UsageError when that fails."""
+    import click
+
+    try:
+        changed = click.edit(text, extension=".md")
+    except click.ClickException as error:
+        raise UsageError("the editor failed", error.format_message(), "set $VISUAL or $EDITOR") from error
+    return text if changed is None else changed.rstrip("\n")
+
+
+def _bindings(several: Any) -> Any:
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter", filter=~several)
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-z")
+    def _(event: Any) -> None:
+        _suspend(get_app())
+
+    return keys
+
+
+def _suspendable() -> None:
+    """SIGTSTP from elsewhere finds the terminal as it was before the prompt, as Ctrl-Z does."""
+    import asyncio
+
+    from prompt_toolkit.application import get_app
+
+    if hasattr(signal, "SIGTSTP"):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTSTP, _suspend, get_app())
+
+
+def _suspend(app: Any) -> None:
+    """Give the terminal back, stop, and draw the prompt anew when the shell says `fg`."""
+    from prompt_toolkit.application import run_in_terminal
+
+    def stop() -> None:
+        before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(0, signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, before)
+
+    if hasattr(signal, "SIGTSTP"):
+        run_in_terminal(stop)
+
+
+def _history() -> History:
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Bounded(FileHistory):
+        def store_string(self, string: str) -> None:
+            if len(string) <= _REMEMBERED:
+                super().store_string(string)
+
+    try:
+        path = config.private(config.state_dir()) / "chat_history"
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o600))
+        return Bounded(path)
+    except (OSError, CannotCreate):  # a read-only home must not forbid talking
+        return InMemoryHistory()
