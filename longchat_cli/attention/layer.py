@@ -202,6 +202,20 @@ class Layer:
         """Tokens that the next query can see, raw or pooled."""
         return self.seen
 
+    def recent(self) -> int:
+        """Where what is forgotten ends: all from this absolute index on is visible."""
+        return 0
+
+    def begin_turn(self, position: int) -> None:
+        """A turn of a chat begins at `position`, which may be ahead; for methods that forget whole turns."""
+
+    def pin(self, start: int, stop: int) -> bool:
+        """Tokens [start, stop) are to stay visible; `stop` may be ahead. Whether they do from now on."""
+        return False
+
+    def unpin(self, start: int) -> None:
+        """What was pinned from `start` on need not stay."""
+
     def attend(
         self,
         q: Tensor,
@@ -355,6 +369,21 @@ class Cache:
 
     def visible(self) -> int:
         return min((layer.visible() for layer in self.ruled()), default=self.seen)
+
+    def recent(self) -> int:
+        """Where what is forgotten ends: all from this position of the stream on is visible."""
+        return max((layer.recent() for layer in self.ruled()), default=0)
+
+    def begin_turn(self, position: int) -> None:
+        for layer in self.ruled():
+            layer.begin_turn(position)
+
+    def pin(self, start: int, stop: int) -> bool:
+        return all([layer.pin(start, stop) for layer in self.ruled()])
+
+    def unpin(self, start: int) -> None:
+        for layer in self.ruled():
+            layer.unpin(start)
 
     def snapshot(self) -> Any:
         counters = self.position, self.skipped, self.text

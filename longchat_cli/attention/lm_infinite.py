@@ -27,5 +27,8 @@ class LMInfiniteLayer(SinkLayer):
     def kept(self, new: Step) -> Tensor:
         return self.unrotated(new.k, new.first)
 
-    def apparent(self, new: Step) -> Bound:
+    def apparent(self, new: Step, place: Bound) -> Bound:
         return self.window
+
+    def pin(self, start: int, stop: int) -> bool:
+        return False

@@ -2,16 +2,22 @@
 
 A kept token's position is its place in the cache. Keys stay as the model rotated them; since rotation is
 relative, turning the *query* for the sink keys to its own place in the cache is the same as moving the sinks.
+
+Ours: with `evict` "turns" a whole turn of a chat goes at once, so that what is visible begins with a turn, and
+turns can be pinned: they stay behind the sinks.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from longchat_cli.attention.buffer import KVBuffer
-from longchat_cli.attention.layer import Method, Step, at_most, each_row, option
+from longchat_cli.attention.layer import LARGEST, Method, Step, at_least, at_most, each_row, option
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.window import WindowLayer
 from longchat_cli.kernels import Bound, Span
@@ -29,34 +35,108 @@ class Sink(Method):
     needs_rope = True
     sinks: int = option(4, "first tokens that stay", low=0)
     window: int = option(1020, "recent tokens that stay", low=1, budget=1)
+    evict: str = option(
+        "tokens", "what goes at a time: tokens, as published, or whole turns", choices=("tokens", "turns")
+    )
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> SinkLayer:
         return SinkLayer(self, rope)
 
 
 class SinkLayer(WindowLayer):
+    """`turns` are positions where turns begin, as far as they may still be visible; `pins` hold what was read
+    of pinned turns, which end at `stops`."""
+
     def __init__(self, method: Sink, rope: Rope | None) -> None:
         super().__init__(method, rope)
         self.sinks = method.sinks
         self.head = KVBuffer()
+        self.pins: list[KVBuffer] = []
+        self.stops: tuple[int, ...] = ()
+        self.turns: tuple[int, ...] = ()
 
     def spans(self, new: Step) -> list[Span]:
+        self._fill_pins()
         recent = super().spans(new)
         if len(self.head) < self.sinks:
             self.head.fill(self.sinks, self.kept(new), new.v)
-        if not len(self.head) or (isinstance(new.end, int) and new.end <= self.window):
+        if isinstance(new.end, int) and new.end <= self.window:
             return recent
-        outside = at_most(self.left(new), len(self.head))
-        return [Span(self.head.k, self.head.v, 0, outside, self.turn(new, self.apparent(new))), *recent]
+        left = self.left(new)
+        shown: list[Span] = []
+        before: Any = 0  # of the tokens that stay, those that a row sees in earlier spans
+        place = self._place(new, left)
+        for held in self._held():
+            outside = at_most(at_least(left - held.first, 0), len(held))
+            apparent = self.apparent(new, held.first + place - before)
+            shown.append(Span(held.k, held.v, 0, outside, self.turn(new, apparent)))
+            before = before + outside
+        return [*shown, *recent]
 
     def kept(self, new: Step) -> Tensor:
         """The new keys as the first tokens keep them."""
         return new.k
 
-    def apparent(self, new: Step) -> Bound:
-        """Where the new queries seem to stand for the first tokens: at their own place in the cache."""
-        # It is the true position until tokens between sinks and window are gone.
-        return each_row(new, lambda p: at_most(p, self.sinks + self.window - 1))
+    def apparent(self, new: Step, place: Bound) -> Bound:
+        """Where the new queries seem to stand for the tokens that stay: at their own `place` in the cache."""
+        return place
+
+    def left_at(self, position: Any) -> Any:
+        gone = super().left_at(position)
+        return gone if self.method.evict == "tokens" or not self.turns else self._whole(gone)
 
     def visible(self) -> int:
-        return min(self.seen, self.sinks + self.window)
+        left = self.recent()
+        stay = sum(min(max(left - held.first, 0), len(held)) for held in self._held())
+        return min(self.seen, stay + self.seen + 1 - left)
+
+    def begin_turn(self, position: int) -> None:
+        near = (turn for turn in self.turns if turn > self.seen - self.window)
+        self.turns = (*near, position)
+
+    def pin(self, start: int, stop: int) -> bool:
+        start = max(start, self.sinks)
+        if start >= stop or any(held.first == start for held in self.pins):
+            return True
+        if start < self.kv.first:
+            return False
+        order = sorted([*zip(self.pins, self.stops, strict=True), (KVBuffer(start), stop)], key=_first)
+        self.pins, self.stops = [held for held, _ in order], tuple(stop for _, stop in order)
+        self._fill_pins()
+        return True
+
+    def unpin(self, start: int) -> None:
+        start = max(start, self.sinks)
+        order = [pair for pair in zip(self.pins, self.stops, strict=True) if pair[0].first != start]
+        self.pins, self.stops = [held for held, _ in order], tuple(stop for _, stop in order)
+
+    def _held(self) -> list[KVBuffer]:
+        """What stays, in order."""
+        return [held for held in (self.head, *self.pins) if len(held)]
+
+    def _fill_pins(self) -> None:
+        """Keep of pinned turns what was read since; it is still in the window."""
+        for held, stop in zip(self.pins, self.stops, strict=True):
+            if held.end < (end := min(stop, self.kv.end)):
+                held.append(*self.kv.between(held.end, end))
+
+    def _place(self, new: Step, left: Bound) -> Any:
+        """The rows' place in the cache, when tokens before `left` are gone but for those that stay."""
+        outside = (at_most(at_least(left - held.first, 0), len(held)) for held in self._held())
+        return each_row(new, lambda p: p - left) + sum(outside)
+
+    def _whole(self, gone: Any) -> Any:
+        """The first turn that begins at or after `gone`, an index or int64 [rows]. A turn of which less than
+        half a window would be left behind goes token by token, and so does one that is longer than that."""
+        most = self.window // 2
+        if isinstance(gone, int):
+            index = bisect_left(self.turns, gone)
+            begun = self.turns[index] if index < len(self.turns) else LARGEST
+            return begun if 0 < gone and begun <= gone + most else gone
+        turns = torch.tensor([*self.turns, LARGEST], device=gone.device)
+        begun = turns[torch.searchsorted(turns, gone)]
+        return torch.where((gone > 0) & (begun <= gone + most), begun, gone)
+
+
+def _first(pair: tuple[KVBuffer, int]) -> int:
+    return pair[0].first

@@ -46,7 +46,14 @@ class WindowLayer(Layer):
 
     def left(self, new: Step) -> Bound:
         """How many tokens have left each row's window: the absolute index of the first one visible."""
-        return each_row(new, lambda p: at_least(p + 1 - self.window, 0))
+        return each_row(new, self.left_at)
+
+    def left_at(self, position: Any) -> Any:
+        """The same for a row at `position`, a number or int64 [rows]."""
+        return at_least(position + 1 - self.window, 0)
+
+    def recent(self) -> int:
+        return self.left_at(self.seen)
 
     def visible(self) -> int:
         return min(self.seen, self.window)

@@ -219,6 +219,8 @@ def _refusal(decoder: Any, method: Method, layers: list[Layer]) -> str | None:
         return "some layers of the model have a window of their own"
     if not all(isinstance(layer, WindowLayer) for layer in layers):
         return "the method's state has no fixed shape, as that of window, sink and lm-infinite has"
+    if getattr(method, "evict", "tokens") != "tokens":
+        return "turns are of any length"
     return None if method.kv_dtype == "auto" else f"--kv-dtype is {method.kv_dtype}"
 
 
