@@ -87,11 +87,16 @@ class Engine(Protocol):
         store: Store,
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
+        turns: Sequence[Sequence[int]] = (),
     ) -> tuple[int, int]:
         """As `prefill`, into an empty state, through the pages of `store`: (read or taken, taken of these).
 
         The state is the one `prefill` makes, bit for bit; logits are there once something is read behind it.
+        `turns` come behind `ids`, as far as possible as `keep` left them.
         """
+
+    def keep(self) -> None:
+        """Keep the state of what was read and written since `read`, or `keep`, as a turn in that store."""
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         """Stream an answer; the state always holds whole tokens and agrees with what was yielded."""

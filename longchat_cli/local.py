@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,6 +98,7 @@ class LocalEngine:
         self.cache = self.decoder.new_cache(self.method)
         self.ids = array.array("I")  # every token read or written, four bytes each
         self.logits: Tensor | None = None
+        self._trail: tuple[Prefix, Any] | None = None  # what is kept of `ids`, and the mark at its end
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
@@ -128,17 +130,22 @@ class LocalEngine:
         store: Store,
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
+        turns: Sequence[Sequence[int]] = (),
     ) -> tuple[int, int]:
         page = -(-PAGE // self.chunk) * self.chunk  # pages end where calls do
         device = self.decoder.device
         identity = {**self._identity(), "chunk": self.chunk, "device": device.type}
         prefix = Prefix(store, identity, ids, page, device)
+        for turn in turns:
+            prefix = prefix.turn(turn)
+        ids = [*ids, *chain.from_iterable(turns)]
         ends = [0, *prefix.ends]
         at = reused = 0
+        exact = True  # a turn that was decoded and one that is read differ in their last bits
         try:
             while ends[at] < len(ids) and not (cancel and cancel()):
                 begin, start = ends[at], at
-                if (at := prefix.advance(self.cache, start)) > start:
+                if exact and (at := prefix.advance(self.cache, start)) > start:
                     reused += ends[at] - begin
                     self.ids.extend(ids[begin : ends[at]])
                     self.logits = None
@@ -149,11 +156,24 @@ class LocalEngine:
                         return begin + done, reused
                     prefix.keep(self.cache, before, at)
                     at += 1
+                    exact = at <= prefix.text
                 if progress:
                     progress(ends[at], len(ids))
         finally:
             store.touch()
+        if ends[at] == len(ids):
+            self._trail = prefix, self.cache.snapshot()
         return ends[at], reused
+
+    def keep(self) -> None:
+        if self._trail is None:
+            return
+        prefix, before = self._trail
+        new = self.ids[prefix.ends[-1] :]
+        if new:
+            longer = prefix.turn(new)
+            longer.keep(self.cache, before, len(prefix.ends))
+            self._trail = longer, self.cache.snapshot()
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
@@ -198,10 +218,10 @@ class LocalEngine:
         return Coverage(seen, visible, seen - visible, held)
 
     def snapshot(self) -> Any:
-        return self.cache.snapshot(), self.ids[:], self.logits
+        return self.cache.snapshot(), self.ids[:], self.logits, self._trail
 
     def restore(self, mark: Any) -> None:
-        saved, ids, self.logits = mark
+        saved, ids, self.logits, self._trail = mark
         self.cache.restore(saved)
         self.ids = ids[:]
 
@@ -215,6 +235,7 @@ class LocalEngine:
         self.cache = cache
         self.ids = array.array("I", about["ids"])
         self.logits = extra.get("logits")
+        self._trail = None
 
     def _identity(self) -> dict[str, Any]:
         info = self._info

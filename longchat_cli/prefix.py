@@ -3,13 +3,14 @@
 At fixed places of a text, its boundaries, the model's state is kept: what it grew by since the boundary
 before as a page, everything else as its tip. Both are named by a chain of hashes over the token ids up to the
 boundary. Where a method's state only grows (full attention), its pages are the state and a tip weighs
-nothing; where it is bounded (attention sinks), tips are the state, there are no pages, and most tips are
-thinned out.
+nothing; where it is bounded (attention sinks), tips are the state but for what never changes, and most tips
+are thinned out. A conversation has a boundary at the end of each turn behind its opening.
 """
 
 from __future__ import annotations
 
 import array
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,6 +45,20 @@ class Prefix:
             name = digest(name, array.array("I", ids[begin:end]).tobytes())
             self._names.append(name)
         self._paths: frozenset[str] = frozenset()
+        self._pages: list[int] = []  # boundaries that something grew before
+        self.text = len(self.ends)
+        """Boundaries of the text; those of turns are behind."""
+
+    def turn(self, ids: Sequence[int]) -> Prefix:
+        """The same and one boundary more: where a turn of `ids` ends.
+
+        Part of it was decoded, and not read: what is kept there is never taken for a text's.
+        """
+        longer = copy.copy(self)
+        longer.ends = [*self.ends, self.ends[-1] + len(ids)]
+        name = digest(self._names[-1], "turn", array.array("I", ids).tobytes())
+        longer._names = [*self._names, name]
+        return longer
 
     def advance(self, cache: Cache, at: int) -> int:
         """Bring `cache`, at boundary number `at` (0: empty), as far as what is kept allows; the new number.
@@ -57,13 +72,14 @@ class Prefix:
                 continue
             skeleton, file = tip
             pages: list[Any] = []
-            if skeleton["paths"]:
-                for number in range(at, goal):
-                    page = self.store.open(self._names[number], "pt")
-                    if page is None:
-                        limit = number
-                        break
-                    pages.append(page)
+            for number in skeleton["pages"]:
+                if number < at:
+                    continue
+                page = self.store.open(self._names[number], "pt")
+                if page is None:
+                    limit = number
+                    break
+                pages.append(page)
             if goal > limit:
                 continue
             try:
@@ -71,7 +87,7 @@ class Prefix:
             except state.DAMAGE as error:  # cannot be, but is not trusted
                 self.store.console.detail(f"a kept state is not used: {error}")
                 continue
-            self._paths = frozenset(skeleton["paths"])
+            self._paths, self._pages = frozenset(skeleton["paths"]), skeleton["pages"]
             return goal
         return at
 
@@ -86,13 +102,15 @@ class Prefix:
             self.store.stopped = True
             return
         self._paths = parts.paths
+        self._pages = [*(self._pages if parts.paths else ()), *([at] if parts.grew else ())]
         name = self._names[at]
         if parts.grew and self.store.find(name) is None:
             self.store.put(name, state.writer(parts.grew))
-        told = json.dumps({**parts.skeleton, "paths": sorted(parts.paths)})
+        told = json.dumps({**parts.skeleton, "paths": sorted(parts.paths), "pages": self._pages})
         self.store.put(_tip(name), state.writer(parts.whole), {"longchat": told})
         older = at - 1  # the boundary before the one before
-        if older > 0 and older % KEPT and at + 1 < len(self.ends) and _heavy(parts, told):
+        first = 0 if at < self.text else self.text
+        if older > first and older % KEPT and at + 1 != self.text and _heavy(parts, told):
             self.store.discard(_tip(self._names[older - 1]))
 
     def _tip(self, number: int) -> tuple[dict[str, Any], Any] | None:

@@ -22,7 +22,7 @@ from longchat_cli.attention.layer import Cache
 from longchat_cli.errors import BadInput, MissingInput, StorageError
 from longchat_cli.pages import Damaged, read_sealed, write_sealed
 
-FORMAT = 5
+FORMAT = 6
 CPU = torch.device("cpu")
 
 
@@ -185,18 +185,19 @@ class _Packer:
             return self.fields(value.state(), path, older)
         state, held = value.state(), len(before)
         live = state.pop("tensors")
-        self.grew |= {f"{path}.{index}": x[:, held:].contiguous() for index, x in enumerate(live)}
+        if len(value) > held:
+            self.grew |= {f"{path}.{index}": x[:, held:].contiguous() for index, x in enumerate(live)}
         grown = {"grown": [path, len(live), len(value), live[0].device != CPU]}
         return {**self.fields(state, path), "tensors": grown}
 
     def _continues(self, value: Any, path: str, before: Any) -> bool:
-        """Whether `value` is `before` and more, and all of `before` is in pages."""
-        if before is None or len(value) <= len(before) or (len(before) and path not in self.earlier):
+        """Whether `value` is `before` and what came since, if anything, and all of `before` is in pages."""
+        if before is None or not len(value) or (len(before) and path not in self.earlier):
             return False
         if isinstance(value, Storage):
             more = value.extends(before)
         else:
-            same = all(a is b for a, b in zip(before, value, strict=False))
+            same = len(value) >= len(before) and all(a is b for a, b in zip(before, value, strict=False))
             more = same and all(isinstance(item, Tensor) for item in value)
         if more:
             self.paths.add(path)

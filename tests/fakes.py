@@ -24,7 +24,7 @@ CHUNK = 16
 
 
 class FakeEngine:
-    """Answers `You said: ...` with the user's last text. `ids` is the state, `read` counts prefilled ids."""
+    """Answers `You said: ...` with the user's last text. `ids` is the state, `prefilled` counts."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class FakeEngine:
         self.options, self.delay = dict(options or {}), delay
         self.info = EngineInfo("fake", window, method, "cpu", "float32", "0", options=self.options)
         self.ids: list[int] = []
-        self.read = 0
+        self.prefilled = 0
         self.failure: Exception | None = None
         self.stepper = None
         self.reply: Callable[[str], str] = lambda said: f"You said: {said}"
@@ -62,7 +62,7 @@ class FakeEngine:
         while done < len(ids) and not (cancel and cancel()):
             part = ids[done : done + CHUNK]
             self.ids += part
-            self.read += len(part)
+            self.prefilled += len(part)
             done += len(part)
             time.sleep(self.delay)
             if self.failure:
@@ -71,8 +71,13 @@ class FakeEngine:
                 progress(done, len(ids))
         return done
 
-    def read(self, ids: Sequence[int], store: Any, *watching: Any) -> tuple[int, int]:
-        return self.prefill(ids, *watching), 0
+    def read(
+        self, ids: Sequence[int], store: Any, *watching: Any, turns: Sequence[Sequence[int]] = ()
+    ) -> tuple[int, int]:
+        return self.prefill([*ids, *(id for turn in turns for id in turn)], *watching), 0
+
+    def keep(self) -> None:
+        pass
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         decoder = self.tokenizer.decoder()

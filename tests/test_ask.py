@@ -172,10 +172,11 @@ def test_document_is_read_once_for_many_questions(run: Ask) -> None:
         "You said: how many sails?",
     ]
     prompt = one.answers[0].usage["prompt_tokens"]
-    assert one.engine.read == prompt
-    assert many.engine.read < 2 * prompt
+    assert one.engine.prefilled == prompt
+    assert many.engine.prefilled < 2 * prompt
     assert [a.usage["reused_tokens"] > 0 for a in many.answers] == [False, True, True]
-    assert many.engine.read == sum(a.usage["prompt_tokens"] - a.usage["reused_tokens"] for a in many.answers)
+    read = sum(a.usage["prompt_tokens"] - a.usage["reused_tokens"] for a in many.answers)
+    assert many.engine.prefilled == read
 
 
 def test_state_holds_the_prompt_exactly(run: Ask) -> None:

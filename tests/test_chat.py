@@ -60,7 +60,7 @@ def test_turns_are_appended_and_agree_with_the_transcript(engine: FakeEngine, sy
         assert len(engine.ids) > before
         assert engine.ids == rendered(conversation)
     answers = sum(engine.count(turn.text) for turn in conversation.turns if turn.role == "assistant")
-    assert engine.read + answers == len(engine.ids), "a token was read twice"
+    assert engine.prefilled + answers == len(engine.ids), "a token was read twice"
     assert [turn.stop for turn in conversation.turns] == [None, "eos"] * 3
 
 
@@ -115,10 +115,10 @@ def test_reader_that_stops_listening(engine: FakeEngine) -> None:
 def test_document_comes_first_and_is_read_before_the_first_turn(engine: FakeEngine) -> None:
     conversation = Conversation(engine, documents=[NOTE])
     conversation.open()
-    before = engine.read
+    before = engine.prefilled
     assert before > engine.count(NOTE.text)
     assert say(conversation, "how many sails?") == "You said: how many sails?"
-    assert engine.read - before < 40
+    assert engine.prefilled - before < 40
     say(conversation, "sure?")
     shown = engine.assembler.show(type(engine.render([]))(engine.ids))
     assert shown.count("seven sails") == 1
@@ -140,12 +140,12 @@ def test_undo_by_marks_and_by_reading_anew(engine: FakeEngine) -> None:
     for number in range(8):
         say(conversation, f"the river is {number}")
         states.append(list(engine.ids))
-    read = engine.read
+    read = engine.prefilled
     for left in range(7, -1, -1):
         assert conversation.undo()
         assert engine.ids == states[left]
         assert conversation.exchanges == left
-        assert (engine.read == read) == (left > 3), "the newest few are taken back without reading"
+        assert (engine.prefilled == read) == (left > 3), "the newest few are taken back without reading"
     assert not conversation.undo()
     assert say(conversation, "again") == "You said: again"
     assert engine.ids == rendered(conversation)

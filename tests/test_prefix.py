@@ -326,3 +326,76 @@ def test_two_processes_at_once(make: Make, tiny_model: Callable[..., Path], root
     assert not Store(root).verify()[1]
     assert through(make, root, ids) == len(ids)
     assert not list(root.glob(".tmp-*"))
+
+
+def talk(engine: LocalEngine, turns: int, seed: int = 5) -> list[list[int]]:
+    """Read and decode by turns, each kept; the ids of each."""
+    said = []
+    for number in range(turns):
+        begin = len(engine.ids)
+        engine.prefill(text(9 + number % 5, seed + number))
+        for _ in range(6 + number % 3):
+            engine.feed([int(engine.logits.argmax())], decoding=True)
+        engine.keep()
+        said.append(engine.ids[begin:].tolist())
+    return said
+
+
+@pytest.mark.parametrize(("method", "kv_dtype"), EVERY)
+def test_a_conversation_goes_on_as_if_it_had_not_ended(
+    make: Make, root: Path, method: str, kv_dtype: str
+) -> None:
+    """Bit for bit, since the very state is kept: nothing is read, whatever was decoded."""
+    first, opening = make(method, kv_dtype=kv_dtype), text(PAGE + 9)
+    first.read(opening, Store(root))
+    turns = talk(first, 6)
+    total = len(opening) + sum(map(len, turns))
+    again = make(method, kv_dtype=kv_dtype)
+    assert again.read(opening, Store(root), turns=turns) == (total, total)
+    assert again.ids == first.ids
+    assert torch.equal(answer(again), answer(first))
+
+
+@pytest.mark.parametrize("method", ["full", "sink", "cca"])
+def test_a_conversation_is_kept_behind_what_was_taken_back(make: Make, root: Path, method: str) -> None:
+    engine, opening = make(method), text(40)
+    engine.read(opening, Store(root))
+    turns = talk(engine, 3)
+    mark = engine.snapshot()
+    talk(engine, 2, seed=50)
+    engine.restore(mark)
+    turns += talk(engine, 2, seed=70)
+    again = make(method)
+    total = len(opening) + sum(map(len, turns))
+    assert again.read(opening, Store(root), turns=turns) == (total, total)
+    assert torch.equal(answer(again), answer(engine))
+    turns[-1] = turns[-1][:-3]  # as after a crash: the newest words were not kept
+    done, reused = make(method).read(opening, Store(root), turns=turns)
+    assert (done, reused) == (total - 3, total - 3 - len(turns[-1]))
+
+
+@pytest.mark.parametrize("method", ["full", "sink", "cca"])
+def test_lost_pages_of_a_conversation_are_read_anew(make: Make, root: Path, method: str) -> None:
+    random.seed(method)
+    first, opening = make(method), text(70)
+    first.read(opening, Store(root))
+    turns = talk(first, 8)
+    ids = [*opening, *(id for turn in turns for id in turn)]
+    expected = answer(first)
+    for path in random.sample(sorted(root.iterdir()), 6):
+        path.unlink()
+    again = make(method)
+    done, reused = again.read(opening, Store(root), turns=turns)
+    assert done == len(ids) > reused
+    assert (answer(again) - expected).abs().max() < 1e-3
+    again = make(method)
+    assert again.read(opening, Store(root), turns=turns) == (len(ids), len(ids))
+    assert (answer(again) - expected).abs().max() < 1e-3
+
+
+def test_a_long_conversation_keeps_few_heavy_states(make: Make, root: Path) -> None:
+    engine, opening = make("sink"), text(10)
+    engine.read(opening, Store(root))
+    talk(engine, 37)
+    tips = [path for path in root.iterdir() if "-tip" in path.name]
+    assert len(tips) == 1 + 2 + 2, "the opening, every 16th, the last two"

@@ -78,8 +78,8 @@ class Storage:
         return other
 
     def extends(self, earlier: Storage) -> bool:
-        """Whether this is what `earlier`, a mark of it, held and more behind."""
-        return self._origin is earlier._origin and self.first == earlier.first and self.end > earlier.end
+        """Whether this is what `earlier`, a mark of it, held and what came behind since, if anything."""
+        return self._origin is earlier._origin and self.first == earlier.first and self.end >= earlier.end
 
     def state(self) -> dict[str, Any]:
         """What `of` makes an equal one of."""
