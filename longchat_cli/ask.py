@@ -97,7 +97,8 @@ class Answer:
     """One answer and its evidence; `as_json` is the object that `ask --json` prints.
 
     usage: document_tokens (in all documents), prompt_tokens, reused_tokens, answer_tokens.
-    timings: find_s, prefill_s, decode_s, tokens_per_s.
+    timings: first_token_s (since the model was loaded, or the answer before), find_s, prefill_s, decode_s,
+    tokens_per_s.
     coverage: seen, visible, forgotten, bytes (of the model's state), read (document tokens in the prompt).
     passages: source, line, end_line, place, begin, end (characters), score, text.
     citations: per sentence begin, end (of the answer), sentence, verdict, exact, quote (a place as above).
@@ -231,7 +232,8 @@ def ask(
     if not documents:
         raise BadInput("there is no text to ask about")
     engine = open_engine(*request.opened())
-    session = _Session(engine, documents, request, emit, console, interrupts, show, weigh)
+    loaded = time.perf_counter()
+    session = _Session(engine, documents, request, emit, console, interrupts, show, weigh, loaded)
     session.require_questions_fit()
     method = session.method()
     if method != "recall":
@@ -314,6 +316,7 @@ class _Session:
         interrupts: Interrupts,
         show: Callable[[Engine, Prompt], None] | None,
         weigh: Weigh | None,
+        loaded: float,
     ) -> None:
         self.engine, self.documents, self.request = engine, documents, request
         self.emit, self.console, self.interrupts, self.show = emit, console, interrupts, show
@@ -323,6 +326,8 @@ class _Session:
         self.store = request.store and request.store.of(self.total, model=engine.info.model)
         self.room = engine.info.window - request.sampling.max_tokens
         """Tokens a prompt may have so that the answer fits the trained window too."""
+        self.begun = loaded
+        """When work on the next answer began."""
 
     def require_questions_fit(self) -> None:
         """A question longer than the window cannot be answered by any method."""
@@ -561,6 +566,7 @@ class _Session:
         ids: list[int] = []
         with self.interrupts.catching():
             for piece in self.engine.generate(self.request.sampling, self.interrupts.stopped):
+                timings.setdefault("first_token_s", time.perf_counter() - self.begun)
                 pieces.append(sanitizer.feed(piece.text))
                 self.emit(pieces[-1])
                 ids += piece.ids
@@ -580,6 +586,7 @@ class _Session:
         said: _Said,
         found: Sequence[Found] = (),
     ) -> Answer:
+        self.begun = time.perf_counter()
         state = self.engine.coverage()
         evidence = (
             self._evidence(said, prompt, found) if self.request.cite and said.stop != "cancelled" else {}
@@ -649,8 +656,12 @@ class PlannedFinder:
         return self._finder.read(question, budget, self._plan, self._by)
 
     def rank(self, question: str, k: int) -> Sequence[Any]:
-        """The `k` best passages, best first."""
-        return self._finder.rank(question, k, self._by)
+        """The `k` best passages as they would be read, best first."""
+        return self._finder.rank(question, k, self._by, self._plan.margin)
+
+    def by(self, find: str) -> PlannedFinder:
+        """The same index searched in another way."""
+        return PlannedFinder(self._finder, self._plan, find)
 
 
 def local_finder(

@@ -43,6 +43,13 @@ from longchat_cli.terminal import Console, Interrupts
     "--seed", type=int, default=0, show_default=True, help="The same seed gives the same questions."
 )
 @click.option("--rank-only", is_flag=True, help="Find passages and write no answers (recall).")
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    shell_complete=complete_files,
+    help="Keep measurements in FILE; a rerun goes on from there (finders).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Every sample and the totals, as JSON.")
 @model_options
 def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bool, **params: Any) -> None:
@@ -60,7 +67,9 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     naturalqa   natural questions, passages planted in a book (--data)
     perplexity  perplexity by position of a book (--data)
     stream      step time and bytes held along one stream
+    finders     ways to find side by side, by length: words, meaning, attention, all (--data)
     repository  where names of Python code are defined, what they return (--data FOLDER)
+    book        facts in a whole book (--data): read once, a process for each question
     citations   true and altered statements checked against their text (no model; a book: --data)
     """
     from pathlib import Path
@@ -77,12 +86,13 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
         seed=params["seed"],
         data=tuple(map(Path, params["data"])),
         per_text=params["per_text"],
+        output=None if params["output"] is None else Path(params["output"]),
     )
     kind = running.find(task)
     most = kind.answer_tokens if params["max_tokens"] is None else params["max_tokens"]
     request = Request((), None, method, method_options, params["overflow"], Sampling(max_tokens=most))
     opener = engine_opener(take(params, MODEL), console)
-    subject = running.Subject(len)
+    subject = running.Subject(len, options=_words(method, method_options, params))
     if kind.needs_model:
         subject = evaluated.subject(opener, request, Console(quiet=True), Interrupts(), params["rank_only"])
     with console.progress(task) as bar:
@@ -91,6 +101,16 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     if as_json:
         click.echo(json.dumps(result, ensure_ascii=False))
         return
+    if kind.show:
+        click.echo(kind.show(result))
+        return
     for total in result["totals"]:
         shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in total.items()}
         click.echo("  ".join(f"{key} {value}" for key, value in shown.items() if not isinstance(value, list)))
+
+
+def _words(method: str, method_options: dict[str, Any], params: dict[str, Any]) -> list[str]:
+    """The method and model as they were named, for other commands of longchat."""
+    named = {"method": method, **method_options, **take(params, MODEL)}
+    given = {name.replace("_", "-"): value for name, value in named.items() if value not in (None, False)}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]

@@ -57,17 +57,20 @@ VARIED = [
     ("The comet {k} comes back every {v} days.", "After how many days does the comet {k} come back?"),
 ]
 
+Fact = tuple[str, str, str]
+"""A sentence to be planted, its question and its answer."""
+
 
 def single(setting: Setting) -> Iterator[Case]:
     """One magic number in each text."""
     for size in setting.groups(1):
-        yield _case(setting, _magic(size, setting.rng))
+        yield _case(setting, magic(size, setting.rng))
 
 
 def lookalike(setting: Setting) -> Iterator[Case]:
     """Ten magic numbers of different keys in one text, each asked."""
     for size in setting.groups(10):
-        asked = _magic(max(size, setting.per_text or 10), setting.rng)
+        asked = magic(max(size, setting.per_text or 10), setting.rng)
         yield _case(setting, asked, asking=size)
 
 
@@ -87,29 +90,30 @@ def values(setting: Setting) -> Iterator[Case]:
 def uuids(setting: Setting) -> Iterator[Case]:
     """One magic value of 32 hexadecimal digits in each text."""
     for size in setting.groups(1):
-        yield _case(setting, _magic(size, setting.rng, _uuids))
+        yield _case(setting, magic(size, setting.rng, _uuids))
 
 
 def digits(setting: Setting) -> Iterator[Case]:
     """One magic number of 64 digits in each text: an answer too long to be kept by luck."""
     for size in setting.groups(1):
-        yield _case(setting, _magic(size, setting.rng, _long_numbers))
+        yield _case(setting, magic(size, setting.rng, _long_numbers))
 
 
 def varied(setting: Setting) -> Iterator[Case]:
     """Twenty facts in one text, each in words of its own."""
-    rng = setting.rng
     for size in setting.groups(20):
-        templates = [VARIED[i % len(VARIED)] for i in rng.sample(range(max(size, len(VARIED))), size)]
-        keys = _keys(_NAMES, size, rng)
-        values = rng.sample(range(1000, 1_000_000), size)
-        yield _case(
-            setting,
-            [
-                (fact.format(k=k, v=v), question.format(k=k), str(v))
-                for (fact, question), k, v in zip(templates, keys, values, strict=True)
-            ],
-        )
+        yield _case(setting, worded(size, setting.rng))
+
+
+def worded(size: int, rng: random.Random) -> list[Fact]:
+    """Facts of different keys, in words of their own as far as VARIED goes."""
+    templates = [VARIED[i % len(VARIED)] for i in rng.sample(range(max(size, len(VARIED))), size)]
+    keys = _keys(_NAMES, size, rng)
+    values = rng.sample(range(1000, 1_000_000), size)
+    return [
+        (fact.format(k=k, v=v), question.format(k=k), str(v))
+        for (fact, question), k, v in zip(templates, keys, values, strict=True)
+    ]
 
 
 def reworded(setting: Setting) -> Iterator[Case]:
@@ -136,15 +140,16 @@ def _uuids(size: int, rng: random.Random) -> list[str]:
     return [f"{rng.randint(1, 9)}{value[1:]}" for value in made]
 
 
-def _magic(
+def magic(
     size: int, rng: random.Random, values: Callable[[int, random.Random], list[str]] = _numbers
-) -> list[tuple[str, str, str]]:
+) -> list[Fact]:
+    """Facts that differ in key and value alone."""
     keys = _keys(_KEYS, size, rng)
     return [_number(key, value) for key, value in zip(keys, values(size, rng), strict=True)]
 
 
-def _number(key: str, value: str) -> tuple[str, str, str]:
-    """A fact in RULER's words, its question and its answer."""
+def _number(key: str, value: str) -> Fact:
+    """A fact in RULER's words."""
     return (
         f"One of the special magic numbers for {key} is: {value}.",
         f"What is the special magic number for {key} mentioned in the provided text?",
@@ -160,7 +165,7 @@ def _keys(words: list[str], size: int, rng: random.Random) -> list[str]:
     return [f"{words[pair // len(words)]}-{words[pair % len(words)]}" for pair in pairs]
 
 
-def _case(setting: Setting, facts: Sequence[tuple[str, str, str]], asking: int | None = None) -> Case:
+def _case(setting: Setting, facts: Sequence[Fact], asking: int | None = None) -> Case:
     """A text of the setting's length holding all `facts`, with questions on the first `asking` of them."""
     sentences = [fact for fact, _, _ in facts]
     room = setting.length - setting.count(" ".join(sentences))

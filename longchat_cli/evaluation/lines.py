@@ -116,6 +116,17 @@ def lines(setting: Setting) -> Iterator[Case]:
     yield from near[: setting.n]
 
 
+def record(size: int, n: int, rng: random.Random) -> tuple[str, list[Query]]:
+    """A record of `size` lines and a query on each of `n` of them."""
+    rows = [_line(key, rng) for key in _keys(size, rng)]
+    return "".join(rows).strip(), [_query(row, 0.0) for row in rng.sample(rows, n)]
+
+
+def _query(row: str, depth: float) -> Query:
+    key, value = row.split()[1].rstrip(":"), row.split("<")[1].rstrip(">\n")
+    return Query(_QUESTION.format(key=key), (value,), row.strip(), depth)
+
+
 def _generate(setting: Setting) -> Case:
     rng, count = setting.rng, setting.count
     each = count("".join(_line(key, rng) for key in _keys(50, rng))) / 50
@@ -124,8 +135,7 @@ def _generate(setting: Setting) -> Case:
     fitting = bisect_right(range(len(rows) + 1), room, key=lambda size: count("".join(rows[:size]))) - 1
     rows = rows[: max(fitting, 1)]
     place = rng.randrange(len(rows))
-    key, value = rows[place].split()[1].rstrip(":"), rows[place].split("<")[1].rstrip(">\n")
-    query = Query(_QUESTION.format(key=key), (value,), rows[place].strip(), place / len(rows))
+    query = _query(rows[place], place / len(rows))
     return Case(_INTRODUCTION + "".join(rows), (query,), setting.length)
 
 

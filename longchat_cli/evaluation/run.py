@@ -11,13 +11,14 @@ from typing import Any
 
 from longchat_cli.engine import Engine
 from longchat_cli.errors import BadInput, LongchatError, UsageError
-from longchat_cli.evaluation import facts, lines, naturalqa
+from longchat_cli.evaluation import facts, finders, lines, naturalqa
+from longchat_cli.evaluation.book import book
 from longchat_cli.evaluation.cases import Case, Generator, Query, Setting
 from longchat_cli.evaluation.citing import citing
 from longchat_cli.evaluation.haystack import Count, load_text
 from longchat_cli.evaluation.perplexity import Forward, by_position, losses
 from longchat_cli.evaluation.repository import Find, repository
-from longchat_cli.evaluation.score import contains, grade, interval, normalise
+from longchat_cli.evaluation.score import grade, interval, rank
 from longchat_cli.evaluation.stream import stream
 from longchat_cli.prose import prose
 
@@ -38,7 +39,8 @@ class Answer:
 class Subject:
     """What is evaluated. Question tasks need `answer(document, questions)`, one reading and an answer each;
     `perplexity` needs `encode` and `forward`, which gives a decoder with an empty state; `stream` needs
-    `engine` and `encode`, `repository` needs `find`."""
+    `engine` and `encode`, `repository` needs `find`, `finders` needs `search`, `book` the
+    `options` of the commands that it runs."""
 
     count: Count
     answer: Callable[[str, Sequence[str]], Sequence[Answer]] | None = None
@@ -46,30 +48,34 @@ class Subject:
     forward: Callable[[], Forward] | None = None
     engine: Engine | None = None
     find: Find | None = None
+    search: Callable[[], finders.Searcher] | None = None
+    options: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Options:
     """How much of a task: `n` questions at each of `lengths` (tokens), `per_text` of them over one text (the
-    task's own number by default), texts and records from `data`."""
+    task's own number by default), texts and records from `data`; `output` keeps what `finders` measures."""
 
     lengths: tuple[int, ...] = (2000,)
     n: int = 20
     seed: int = 0
     data: tuple[Path, ...] = ()
     per_text: int | None = None
+    output: Path | None = None
 
 
 @dataclass(frozen=True)
 class Task:
     """`run(subject, options, progress)` gives {"samples": [...], "totals": [...]}; `generate` makes the texts
     of a task that asks questions, `answer_tokens` is room for its right answers and some words around them.
-    Without `needs_model` the subject is not looked at."""
+    Without `needs_model` there is no subject. `show`: the totals as a table."""
 
     help: str
     run: Callable[[Subject, Options, Progress], dict[str, Any]] = field(repr=False)
     generate: Generator | None = field(default=None, repr=False)
     needs_model: bool = True
+    show: Callable[[dict[str, Any]], str] | None = field(default=None, repr=False)
     answer_tokens: int = 32
 
 
@@ -145,26 +151,10 @@ def _judge(query: Query, answer: Answer) -> dict[str, Any]:
         "references": list(query.references),
         "answer": answer.text,
         "correct": grade(answer.text, query.references, query.every),
-        "rank": _rank(query, answer.passages),
+        "rank": rank(answer.passages, query),
         "passages": len(answer.passages),
         "coverage": answer.coverage,
     }
-
-
-def _rank(query: Query, passages: Sequence[str]) -> int | None:
-    """The place (1 is the best) of the first passage that holds an answer within the planted text."""
-    evidence = normalise(query.evidence)
-    for place, passage in enumerate(passages, 1):
-        if contains(passage, query.references) and _overlap(evidence, normalise(passage)):
-            return place
-    return None
-
-
-def _overlap(evidence: str, passage: str) -> bool:
-    """Six successive words of the evidence (all of a shorter one) stand in the passage."""
-    words = evidence.split()
-    size = min(len(words), 6)
-    return any(" ".join(words[i : i + size]) in passage for i in range(len(words) - size + 1))
 
 
 def _totals(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -215,6 +205,16 @@ def _citing(subject: Subject, options: Options, progress: Progress) -> dict[str,
     return citing(options.n, options.lengths[0], options.seed, options.data)
 
 
+def _finders(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+    assert subject.search is not None, "this task needs a subject that searches"
+    plan = finders.Plan(options.lengths, options.n, options.seed, options.data)
+    return finders.compare(subject.search(), plan, options.output, progress)
+
+
+def _book(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+    return book(options.n, options.seed, options.data, subject.options, progress)
+
+
 def _repository(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
     assert subject.find is not None, "this task needs a subject that finds"
     return repository(options.n, options.seed, options.data, subject.find)
@@ -233,5 +233,9 @@ TASKS: dict[str, Task] = {
     "perplexity": Task("perplexity by position of a book (--data)", _perplexity),
     "stream": Task("step time and bytes held along one stream", _stream),
     "repository": Task("where names of a repository are defined, what they return (--data)", _repository),
+    "finders": Task("ways to find side by side, by length (--data)", _finders, show=finders.show),
+    "book": Task(
+        "facts in a whole book (--data), each asked in a process of its own", _book, needs_model=False
+    ),
     "citations": Task("true and altered statements before the citation checker", _citing, needs_model=False),
 }

@@ -6,6 +6,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
+from typing import Protocol
 
 
 def normalise(text: str) -> str:
@@ -26,6 +27,31 @@ def grade(answer: str, references: Sequence[str], every: bool = False) -> float:
     """Whether the answer has one of the references; with `every`, the share of them that it has."""
     found = [contains(answer, [reference]) for reference in references]
     return sum(found) / len(found) if every else any(found)
+
+
+class Planted(Protocol):
+    """A planted text with the answers in it; `evaluation.cases.Query`."""
+
+    @property
+    def evidence(self) -> str: ...
+    @property
+    def references(self) -> Sequence[str]: ...
+
+
+def rank(passages: Sequence[str], planted: Planted) -> int | None:
+    """The place (1 is the best) of the first passage that holds an answer within the planted text."""
+    evidence = normalise(planted.evidence)
+    for place, passage in enumerate(passages, 1):
+        if contains(passage, planted.references) and _overlap(evidence, normalise(passage)):
+            return place
+    return None
+
+
+def _overlap(evidence: str, passage: str) -> bool:
+    """Six successive words of the evidence (all of a shorter one) stand in the passage."""
+    words = evidence.split()
+    size = min(len(words), 6)
+    return any(" ".join(words[i : i + size]) in passage for i in range(len(words) - size + 1))
 
 
 def interval(correct: float, n: int, z: float = 1.96) -> tuple[float, float]:

@@ -10,15 +10,81 @@ from longchat_cli import ask
 from longchat_cli.attention.layer import Method
 from longchat_cli.documents import Collection, Document
 from longchat_cli.engine import Engine
+from longchat_cli.evaluation.finders import RANKED, READ
 from longchat_cli.evaluation.perplexity import Forward
 from longchat_cli.evaluation.repository import Place
 from longchat_cli.evaluation.run import Answer, Subject
 from longchat_cli.terminal import Console, Interrupts
 
-READ = 4096
-"""Tokens of passages that are read for one question at most."""
-RANKED = 8
-"""Passages looked at to say where the finder put the right one; fewer are read."""
+
+class Searcher:
+    """`evaluation.finders.Searcher` over one loaded model; indexes are kept in `store`."""
+
+    def __init__(
+        self, open_engine: ask.Open, request: ask.Request, console: Console, interrupts: Interrupts
+    ) -> None:
+        self.open_engine, self.request = open_engine, request
+        self.console, self.interrupts = console, interrupts
+        self._engine: Any = open_engine("recall", request.options)
+
+    def count(self, text: str) -> int:
+        return self._engine.count(text)
+
+    def about(self) -> dict[str, Any]:
+        info = self._engine.info
+        return {"model": info.model, "fingerprint": info.fingerprint, "options": dict(self.request.options)}
+
+    def indexes(self, document: str, finders: Sequence[str]) -> Mapping[str, Any]:
+        shared: dict[str, Any] = {}  # words and meaning are in the index of both
+        made = {}
+        for name in finders:
+            kind = "attention" if name == "attention" else "fused"
+            if kind not in shared:
+                shared[kind] = self._index(document, kind)
+            made[name] = shared[kind].by(name)
+        return made
+
+    def _index(self, document: str, kind: str) -> Any:
+        options = {**self.request.options, "find": kind}
+        store = self.request.store
+        return ask.local_finder(self._engine, _alone(document).documents, options, self.console, store)
+
+    def from_passages(self, document: str, asked: Sequence[tuple[str, Any]]) -> list[str]:
+        questions = tuple(question for question, _ in asked)
+        given = _Given([passages for _, passages in asked])
+        return self._answers("recall", document, questions, lambda *_: given)
+
+    def from_text(self, method: str, document: str, questions: Sequence[str]) -> list[str]:
+        def none(*_: Any) -> ask.Finder:
+            raise AssertionError(f"{method} finds no passages")
+
+        return self._answers(method, document, tuple(questions), none)
+
+    def _answers(
+        self, method: str, document: str, questions: tuple[str, ...], make: ask.MakeFinder
+    ) -> list[str]:
+        options = self.request.options if method == "recall" else {}
+        request = replace(self.request, questions=questions, method=method, options=options, store=None)
+        found = ask.ask(
+            self.open_engine, make, _alone(document), request, lambda _: None, self.console, self.interrupts
+        )
+        return [got.answer for got in found]
+
+
+class _Given:
+    """A finder that has found already: passages for one question after the other."""
+
+    reused = 0
+
+    def __init__(self, passages: Sequence[Any]) -> None:
+        self._passages = iter(passages)
+
+    def find(self, question: str, budget: int) -> Any:
+        return next(self._passages)
+
+
+def _alone(text: str) -> Collection:
+    return Collection([Document("text", text, "utf-8")], [])
 
 
 def subject(
@@ -34,7 +100,7 @@ def subject(
             finders.append(ask.local_finder(engine, documents, options, console))
             return finders[0]
 
-        collection = Collection([Document("text", document, "utf-8")], [])
+        collection = _alone(document)
         if rank_only:
             make(engine, collection.documents, request.options)
             return [Answer("", _ranked(finders, document, question)) for question in questions]
@@ -61,7 +127,10 @@ def subject(
         finder = ask.local_finder(engine, documents, request.options, console)
         return [[_place(documents, p) for p in _read_first(finder, question)] for question in questions]
 
-    return Subject(engine.count, answer, engine.tokenizer.encode, forward, engine, find)
+    def search() -> Searcher:
+        return Searcher(open_engine, request, console, interrupts)
+
+    return Subject(engine.count, answer, engine.tokenizer.encode, forward, engine, find, search)
 
 
 def _read_first(finder: Any, question: str) -> list[Any]:

@@ -89,15 +89,18 @@ class Finder:
             self.reused = heads.reused
             self.scorers["attention"] = _Attention(heads, tokenizer, self.outlines)
 
-    def rank(self, question: str, k: int = 8, by: Find = "fused") -> list[Passage]:
-        """The `k` best blocks, best first. Raises UsageError when `by` needs what is not there."""
+    def rank(self, question: str, k: int = 8, by: Find = "fused", margin: int = 0) -> list[Passage]:
+        """The `k` best blocks, best first, each with `margin` tokens of text around it.
+
+        Raises UsageError when `by` needs what is not there.
+        """
         if not len(self._firsts):
             return []
         parts = {name: self.scorers[name].score(question) for name in self._needed(by)}
         scores = _fuse(parts) if by == "fused" else parts[by]
         best = np.maximum.reduceat(scores, self._firsts)
         order = np.argsort(-best, kind="stable")[:k]
-        return [self._passage(int(block), scores, parts) for block in order]
+        return [self._grown(self._passage(int(block), scores, parts), margin) for block in order]
 
     def read(self, question: str, budget: int, plan: ReadingPlan, by: Find = "fused") -> list[Passage]:
         """The passages to read for `question`, `budget` tokens at most, in the plan's order."""
@@ -107,7 +110,7 @@ class Finder:
     def _needed(self, by: Find) -> list[str]:
         if by == "fused":
             eye = next((name for name in ("semantic", "attention") if name in self.scorers), None)
-            return [eye, "lexical", "definitions"] if eye else ["lexical", "definitions"]
+            return [name for name in (eye, "lexical", "definitions") if name in self.scorers]
         if by not in get_args(Find):
             raise UsageError(f"'{by}' is no way to find", "", f"use one of {', '.join(get_args(Find))}")
         if by not in self.scorers:
@@ -121,6 +124,10 @@ class Finder:
             return passage
         begin, end = definition_range(self.outlines[passage.document].text, passage.focus[0])
         return replace(passage, begin=begin, end=end)
+
+    def _grown(self, passage: Passage, margin: int) -> Passage:
+        begin, end = self.outlines[passage.document].grow(passage.begin, passage.end, margin)
+        return replace(passage, begin=begin, end=end) if margin else passage
 
     def _passage(self, block: int, scores: np.ndarray, parts: dict[str, np.ndarray]) -> Passage:
         first = int(self._firsts[block])
