@@ -14,37 +14,14 @@ from longchat_cli.ask import Open, compose, messages, opening
 from longchat_cli.documents import Document
 from longchat_cli.engine import Coverage, Engine, Piece, Progress
 from longchat_cli.errors import ContextOverflow, UsageError
+from longchat_cli.memory import NOTHING, Memory, Recalled, local_encoder
 from longchat_cli.sampling import Sampling
 
 Cancel = Callable[[], bool]
+WINDOW = 1020
+"""Recent tokens that stay visible under `recall`, as under `sink`."""
 MARKS = 4
 """Exchanges that are taken back without reading anything; a mark of a bounded method weighs as much as it."""
-
-
-def _no_ids() -> array.array[int]:
-    return array.array("I")
-
-
-@dataclass
-class Turn:
-    """One side's words. `stop` of an answer: why it ended ('eos', 'length', 'stop', 'loop', 'cancelled').
-
-    `ids` are all tokens that it put into the state, those of the template included, from the stream position
-    `start` on. `documents` stand in front of a user's words; `pinned`: it is not to be forgotten.
-    """
-
-    role: str
-    text: str
-    stop: str | None = None
-    ids: array.array[int] = field(default_factory=_no_ids)
-    start: int = 0
-    pinned: bool = False
-    documents: tuple[Document, ...] = ()
-
-    @property
-    def end(self) -> int:
-        """The stream position behind it."""
-        return self.start + len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -84,8 +61,12 @@ class Conversation:
     answer, are numbered from 1.
     """
 
+    notice: Callable[[str], None] = staticmethod(lambda text: None)
+    """Is told what memory has done."""
+
     def __init__(self, engine: Engine, system: str | None = None, documents: Sequence[Document] = ()) -> None:
         self.engine, self.system, self.documents = engine, system, documents
+        self.memory = self._memory()
         self.opening = opening(engine, system, documents)
         self.turns: list[Turn] = []
         self.session: Any = None
@@ -149,9 +130,10 @@ class Conversation:
         """Exchange `number` is not to be forgotten (or may be again). Whether that holds at once: else it
         does when the conversation is read anew. Raises UsageError when there is no such exchange."""
         self._user(number)
-        for turn in self.turns[2 * number - 2 : 2 * number]:
-            turn.pinned = on
-        return not attention.method_class(self.engine.info.method).unlimited
+        user, answer = self.turns[2 * number - 2 : 2 * number]
+        held = self.engine.pin(user.start, answer.end, on)
+        user.pinned = answer.pinned = on
+        return held
 
     def rebuild(
         self,
@@ -178,6 +160,8 @@ class Conversation:
         if not done:
             self.engine.restore(before)
             return False
+        if not (same and self.memory and other.memory):  # what is indexed stays
+            self.memory = other.memory
         self.engine, self.system, self.opening = engine, other.system, other.opening
         self.turns, self._marks = other.turns, {}
         return True
@@ -194,14 +178,13 @@ class Conversation:
     def context(self) -> Context:
         """The same by what it is."""
         state, sinks = self.coverage(), int(self.engine.info.options.get("sinks", 0))
-        first = state.seen - max(state.visible - sinks, 0)  # of the recent tokens
-        gone = [turn for turn in self.turns[1::2] if sinks < turn.end <= first and not turn.pinned]
+        gone = [turn for turn in self.turns[1::2] if sinks < turn.end <= state.recent and not turn.pinned]
         return Context(
             opening=len(self.opening),
             pinned=sum(len(turn.ids) for turn in self.turns if turn.pinned),
             sinks=max(min(sinks, state.seen) - len(self.opening), 0),
             visible=state.visible,
-            retrieved=0,
+            retrieved=self.memory.visible(state.recent) if self.memory else 0,
             forgotten=state.forgotten,
             turns=self.exchanges,
             forgotten_turns=len(gone),
@@ -222,9 +205,11 @@ class Conversation:
         try:
             done = keep == len(self.turns) or self._go_back(self.turns[:keep], progress, cancel)
             if done:
-                user = self._user_turn(text, documents)
+                recalled = self._recall(text, progress, cancel)
+                user = self._user_turn(text, documents, recalled)
                 self._require_room(len(user.ids))
                 self._mark()
+                self.engine.begin_turn(user.ids)
                 done = self._read(user.ids, progress, cancel)
         except BaseException:
             self._return(before)
@@ -249,13 +234,33 @@ class Conversation:
             raise UsageError(f"there is no turn {number}", known)
         return self.turns[2 * (number - 1)]
 
-    def _user_turn(self, text: str, documents: tuple[Document, ...]) -> Turn:
+    def _memory(self) -> Memory | None:
+        """Where the method remembers."""
+        info, engine = self.engine.info, self.engine
+        if info.method != "recall":
+            return None
+        encoder = local_encoder(lambda text: self.notice(text))
+        return Memory(engine, encoder, info.options["find"], info.options["passages"])
+
+    def _recall(self, text: str, progress: Progress | None, cancel: Cancel | None) -> Recalled:
+        """What is read again for the user's next `text`."""
+        if self.memory is None:
+            return NOTHING
+        state, sinks = self.coverage(), self.engine.info.options["sinks"]
+        documents = self.documents if state.recent and sinks < len(self.opening) else ()
+        self.memory.update(documents, self.turns, state.recent, progress, cancel)
+        recalled = self.memory.recall(text, self.turns, state.recent, self._end)
+        if recalled.passages:
+            self.notice(str(recalled))
+        return recalled
+
+    def _user_turn(self, text: str, documents: tuple[Document, ...], recalled: Recalled = NOTHING) -> Turn:
         """A user's turn behind those that are there."""
         if self.turns:
-            ids = self.engine.render_turn(compose(documents, text)).ids
+            ids = self.engine.render_turn(recalled.before(compose(documents, text))).ids
         else:
-            whole = messages(self.system, compose((*self.documents, *documents), text))
-            ids = self.engine.render(whole).ids[len(self.opening) :]
+            user = recalled.before(compose((*self.documents, *documents), text))
+            ids = self.engine.render(messages(self.system, user)).ids[len(self.opening) :]
         return Turn("user", text, None, array.array("I", ids), self._end, documents=documents)
 
     def _rendered(self, turns: Sequence[Turn], same: bool) -> list[Turn]:
@@ -312,8 +317,12 @@ class Conversation:
         exchanges = [[*user.ids, *answer.ids] for user, answer in zip(turns[::2], turns[1::2], strict=True)]
         parts = [list(self.opening), *exchanges]
         done, total = 0, sum(map(len, parts))
-        for part in parts:
+        for number, part in enumerate(parts):
+            if number:
+                self.engine.begin_turn(part)
             read = self.engine.prefill(part, behind(progress, done, total), cancel)
+            if number and turns[2 * number - 2].pinned:
+                self.engine.pin(done, done + read)
             done += read
             if read < len(part):
                 return False
@@ -381,6 +390,8 @@ def open_pinned(
 
     When system prompt and documents do not fit beside the recent tokens, the system prompt alone is pinned.
     """
+    if method == "recall":
+        options = {"window": WINDOW, **options}
     engine = open_engine(method, options)
     for kept in (documents, ()):
         pinned = pin(method, options, len(opening(engine, system, kept)), engine.info.window)

@@ -50,12 +50,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What the next query can see: tokens seen, still visible (raw or pooled), forgotten; bytes held."""
+    """What the next query can see: tokens seen, still visible (raw or pooled), forgotten; bytes held.
+
+    All is visible from the stream position `recent` on.
+    """
 
     seen: int
     visible: int
     forgotten: int
     bytes: int
+    recent: int = 0
 
 
 class Engine(Protocol):
@@ -97,6 +101,15 @@ class Engine(Protocol):
 
     def keep(self) -> None:
         """Keep the state of what was read and written since `read`, or `keep`, as a turn in that store."""
+
+    def begin_turn(self, ids: Sequence[int]) -> None:
+        """A user's turn, `ids`, is read next; methods that forget whole turns count from its text on."""
+
+    def pin(self, start: int, stop: int, on: bool = True) -> bool:
+        """The turns at the stream positions [start, stop) are never to be forgotten; whether that holds.
+
+        Raises ContextOverflow when they do not fit the trained window beside the recent tokens.
+        """
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
         """Stream an answer; the state always holds whole tokens and agrees with what was yielded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from longchat_cli.attention import method_class
 from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.constrain import Constraint
 from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
+from longchat_cli.errors import ContextOverflow
 from longchat_cli.models import lookup
 from longchat_cli.models.lookup import Lookup
 from longchat_cli.models.static import StaticStep
@@ -151,6 +153,8 @@ class LocalEngine:
                     self.logits = None
                 else:
                     before = self.cache.snapshot()
+                    if at >= prefix.text:
+                        self.begin_turn(ids[begin : ends[at + 1]])
                     done = self.prefill(ids[begin : ends[at + 1]], _behind(progress, begin, len(ids)), cancel)
                     if begin + done < ends[at + 1]:
                         return begin + done, reused
@@ -215,7 +219,37 @@ class LocalEngine:
     def coverage(self) -> Coverage:
         seen, visible = self.cache.seen, self.cache.visible()
         held = self.cache.bytes() + (0 if self.stepper is None else self.stepper.bytes())
-        return Coverage(seen, visible, seen - visible, held)
+        return Coverage(seen, visible, seen - visible, held, self.cache.recent())
+
+    def begin_turn(self, ids: Sequence[int]) -> None:
+        self.cache.begin_turn(self.cache.seen + self._closing(ids))
+
+    def pin(self, start: int, stop: int, on: bool = True) -> bool:
+        if self.method.forgets.startswith("nothing") or not self.method.unlimited:
+            return True
+        start += self._closing(self.ids[start:])
+        if not on:
+            self.cache.unpin(start)
+            return True
+        options = self._info.options
+        held = options.get("sinks", 0) + self.cache.pinned()
+        if held + stop - start + options.get("window", 0) > self._info.window:
+            raise ContextOverflow(
+                "these turns cannot be pinned",
+                f"with the recent tokens they do not fit the {self._info.window:,} of {self._info.model}",
+                "pin fewer, or choose a smaller --window",
+            )
+        return not isinstance(self.stepper, StaticStep) and self.cache.pin(start, stop + len(self._closes))
+
+    @functools.cached_property
+    def _closes(self) -> list[int]:
+        """What closes an answer and opens the next turn, ahead of its text."""
+        one, other = (self.assembler.turn(Message.of("user", word)).ids for word in ("0", "x"))
+        return one[: next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)]
+
+    def _closing(self, ids: Sequence[int]) -> int:
+        """How many of `ids` do that."""
+        return len(self._closes) if list(ids[: len(self._closes)]) == self._closes else 0
 
     def snapshot(self) -> Any:
         return self.cache.snapshot(), self.ids[:], self.logits, self._trail

@@ -101,7 +101,15 @@ class FakeEngine:
         if self.info.method == "sink":
             budget = self.options.get("sinks", 4) + self.options.get("window", 1020)
         visible = min(len(self.ids), budget)
-        return Coverage(len(self.ids), visible, len(self.ids) - visible, 8 * visible)
+        forgotten = len(self.ids) - visible
+        recent = forgotten + self.options.get("sinks", 4) if forgotten else 0
+        return Coverage(len(self.ids), visible, forgotten, 8 * visible, recent)
+
+    def begin_turn(self, ids: Sequence[int]) -> None:
+        pass
+
+    def pin(self, start: int, stop: int, on: bool = True) -> bool:
+        return self.info.method != "sink"
 
     def snapshot(self) -> Any:
         return list(self.ids)

@@ -25,7 +25,7 @@ LAYERS = [
     {"attention"},
     {"tokens", "constrain", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
     {"local", "prefix", "recall"},
-    {"citations", "sources", "attribution", "whole"},
+    {"citations", "sources", "attribution", "whole", "memory"},
     {"ask", "chat", "evaluation", "doctor", "inspection", "estimate", "benchmark"},
     {"repl"},
     {"cli", "commands", "__main__"},
@@ -38,7 +38,7 @@ LIGHT = [
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
     "evaluation.lines", "recall.lexical", "recall.passages", "recall.kept", "pages", "citations", "wording",
-    "sources", "whole",
+    "sources", "whole", "memory",
 ]  # fmt: skip
 """Modules that import neither torch nor transformers at module level."""
 

@@ -213,6 +213,10 @@ class Layer:
         """Tokens [start, stop) are to stay visible; `stop` may be ahead. Whether they do from now on."""
         return False
 
+    def pinned(self) -> int:
+        """Tokens that were pinned."""
+        return 0
+
     def unpin(self, start: int) -> None:
         """What was pinned from `start` on need not stay."""
 
@@ -374,12 +378,17 @@ class Cache:
         """Where what is forgotten ends: all from this position of the stream on is visible."""
         return max((layer.recent() for layer in self.ruled()), default=0)
 
+    def pinned(self) -> int:
+        """Tokens of pinned turns."""
+        return max((layer.pinned() for layer in self.ruled()), default=0)
+
     def begin_turn(self, position: int) -> None:
         for layer in self.ruled():
             layer.begin_turn(position)
 
     def pin(self, start: int, stop: int) -> bool:
-        return all([layer.pin(start, stop) for layer in self.ruled()])
+        held = [layer.pin(start, stop) for layer in self.ruled()]  # each of them, whatever the others say
+        return all(held)
 
     def unpin(self, start: int) -> None:
         for layer in self.ruled():

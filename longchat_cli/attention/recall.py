@@ -1,15 +1,21 @@
 """Recall (ours): find the passages that matter in a long text, read those again inside the window.
 
 Recycled Attention's idea at the scale of a document. What is read is read with full attention; the finding
-is in `longchat_cli.recall`, and `longchat_cli.ask` joins the two.
+is in `longchat_cli.recall`, and `longchat_cli.ask` joins the two. In a chat the state is that of attention
+sinks, and `longchat_cli.memory` finds what they have forgotten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from longchat_cli.attention.full import Full
-from longchat_cli.attention.layer import option
+from longchat_cli.attention.layer import Method, option
+from longchat_cli.attention.sink import Sink
+
+FINDERS = ("fused", "lexical", "semantic", "attention")
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,25 @@ class Recall(Full):
     find: str = option(
         "fused",
         "what ranks passages: sentence meaning and words together, either alone, or the model's attention",
-        choices=("fused", "lexical", "semantic", "attention"),
+        choices=FINDERS,
     )
     passages: int = option(0, "passages read per question; 0: as calibrated for the model", low=0)
     margin: int = option(-1, "tokens of text kept around a passage; -1: as calibrated", low=-1)
+    sinks: int = option(4, "in a chat: first tokens that stay", low=0)
+    window: int = option(0, "in a chat: recent tokens that stay [there 1020]", low=0)
+    evict: str = option("tokens", "in a chat: what goes at a time", choices=("tokens", "turns"))
+
+    @classmethod
+    def build(cls, options: Mapping[str, Any]) -> Method:
+        """Of a chat, which has a window, attention sinks with the same options."""
+        built = super().build(options)
+        return Remembering(**options) if options.get("window") else built
+
+
+@dataclass(frozen=True)
+class Remembering(Sink):
+    """Attention sinks in a chat whose forgotten turns are found again."""
+
+    find: str = option("fused", "as for Recall", choices=FINDERS)
+    passages: int = option(0, "as for Recall", low=0)
+    margin: int = option(-1, "as for Recall", low=-1)

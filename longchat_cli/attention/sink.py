@@ -3,8 +3,8 @@
 A kept token's position is its place in the cache. Keys stay as the model rotated them; since rotation is
 relative, turning the *query* for the sink keys to its own place in the cache is the same as moving the sinks.
 
-Ours: with `evict` "turns" a whole turn of a chat goes at once, so that what is visible begins with a turn, and
-turns can be pinned: they stay behind the sinks.
+Ours: with `evict` "turns" a whole turn of a chat goes at once, so that what is visible begins with a turn.
+Turns can be pinned: they stay behind the sinks.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ class SinkLayer(WindowLayer):
         order = [pair for pair in zip(self.pins, self.stops, strict=True) if pair[0].first != start]
         self.pins, self.stops = [held for held, _ in order], tuple(stop for _, stop in order)
 
+    def pinned(self) -> int:
+        return sum(stop - held.first for held, stop in zip(self.pins, self.stops, strict=True))
+
     def _held(self) -> list[KVBuffer]:
         """What stays, in order."""
         return [held for held in (self.head, *self.pins) if len(held)]
@@ -132,10 +135,10 @@ class SinkLayer(WindowLayer):
         if isinstance(gone, int):
             index = bisect_left(self.turns, gone)
             begun = self.turns[index] if index < len(self.turns) else LARGEST
-            return begun if 0 < gone and begun <= gone + most else gone
+            return begun if gone > 0 and begun <= gone + most else gone
         turns = torch.tensor([*self.turns, LARGEST], device=gone.device)
-        begun = turns[torch.searchsorted(turns, gone)]
-        return torch.where((gone > 0) & (begun <= gone + most), begun, gone)
+        next_ones = turns[torch.searchsorted(turns, gone)]
+        return torch.where((gone > 0) & (next_ones <= gone + most), next_ones, gone)
 
 
 def _first(pair: tuple[KVBuffer, int]) -> int:
