@@ -5,7 +5,8 @@ from __future__ import annotations
 import array
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -13,9 +14,12 @@ from longchat_cli import attention
 from longchat_cli.ask import Open, compose, messages, opening
 from longchat_cli.documents import Document
 from longchat_cli.engine import Coverage, Engine, Piece, Progress
-from longchat_cli.errors import ContextOverflow, UsageError
+from longchat_cli.errors import ContextOverflow, LongchatError, UsageError
 from longchat_cli.memory import NOTHING, Memory, Recalled, local_encoder
+from longchat_cli.models import catalog
+from longchat_cli.pages import Store
 from longchat_cli.sampling import Sampling
+from longchat_cli.sessions import About, Chat, Session, Turn
 
 Cancel = Callable[[], bool]
 WINDOW = 1020
@@ -59,17 +63,30 @@ class Conversation:
     turn behind what is there. A turn whose prefill is cancelled or fails leaves no trace; an answer that is
     cut short stays, as far as it came, in the transcript and in the state. Exchanges, a user's turn and its
     answer, are numbered from 1.
+
+    `session`: where it is kept, from the first turn on. `store`: where the state is, so that it need not be
+    read again. `kept`: the chat that goes on, after `begin`.
     """
 
     notice: Callable[[str], None] = staticmethod(lambda text: None)
     """Is told what memory has done."""
 
-    def __init__(self, engine: Engine, system: str | None = None, documents: Sequence[Document] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        system: str | None = None,
+        documents: Sequence[Document] = (),
+        session: Session | None = None,
+        store: Store | None = None,
+        kept: Chat | None = None,
+    ) -> None:
         self.engine, self.system, self.documents = engine, system, documents
+        self.session, self.store = session, store
         self.memory = self._memory()
-        self.opening = opening(engine, system, documents)
-        self.turns: list[Turn] = []
-        self.session: Any = None
+        self.opening = kept.opening if kept else opening(engine, system, documents)
+        self.turns: list[Turn] = list(kept.turns) if kept else []
+        self.reused = 0
+        """Tokens that `begin` or `rebuild` found in the store."""
         self._added: list[Document] = []
         self._marks: dict[int, Any] = {}  # engine marks by stream position, of the last exchanges
 
@@ -78,10 +95,38 @@ class Conversation:
 
         Raises ContextOverflow when the method cannot hold it.
         """
-        self._require_room(len(self.opening))
-        self.engine.reset()
+        self._require_room(len(self.opening), seen=0)
+        if self.session and self.turns:
+            self.session.close()
+            self.session = self.session.another()
         self.turns, self._marks, self._added = [], {}, []
-        return self._read(self.opening, progress, cancel)
+        if self._read_anew([], progress, cancel):
+            return True
+        self.engine.reset()
+        return False
+
+    def begin(self, progress: Progress | None = None, cancel: Cancel | None = None) -> bool:
+        """Read all that comes before the next words, the turns of a chat that goes on, too; False when
+        cancelled. Raises ContextOverflow when the method cannot hold it."""
+        self._require_room(self._end, seen=0)
+        return self._read_anew(self.turns, progress, cancel)
+
+    def branch(
+        self, number: int | None = None, progress: Progress | None = None, cancel: Cancel | None = None
+    ) -> bool:
+        """Go on in a copy of the chat, from behind exchange `number` or where it is; the chat itself stays as
+        it is. False when cancelled: everything is as before. Raises UsageError."""
+        if self.session is None:
+            raise UsageError("this chat is not kept", "", "leave out --no-save")
+        number = self.exchanges if number is None else number
+        if number:
+            self._user(number)
+        if 2 * number < len(self.turns) and not self._go_back(self.turns[: 2 * number], progress, cancel):
+            return False
+        self.session.close()
+        self.session = self.session.another(number)
+        self._save(0)
+        return True
 
     def send(
         self,
@@ -100,9 +145,10 @@ class Conversation:
     def undo(self, progress: Progress | None = None, cancel: Cancel | None = None) -> bool:
         """Drop the last exchange. False when there is none, or when cancelled while older ones were read
         anew: then everything is as before."""
-        if not self.turns:
-            return False
-        return self._go_back(self.turns[:-2], progress, cancel)
+        done = bool(self.turns) and self._go_back(self.turns[:-2], progress, cancel)
+        if done:
+            self._save(len(self.turns))
+        return done
 
     def retry(
         self, sampling: Sampling, progress: Progress | None = None, cancel: Cancel | None = None
@@ -133,6 +179,7 @@ class Conversation:
         user, answer = self.turns[2 * number - 2 : 2 * number]
         held = self.engine.pin(user.start, answer.end, on)
         user.pinned = answer.pinned = on
+        self._save(2 * number - 2)
         return held
 
     def rebuild(
@@ -147,7 +194,8 @@ class Conversation:
         False when cancelled: everything is as before. Raises ContextOverflow before anything is read.
         """
         engine = engine or self.engine
-        other = Conversation(engine, self.system if system is ... else system, self.documents)
+        system = self.system if system is ... else system
+        other = Conversation(engine, system, self.documents, store=self.store)
         same = engine.info.fingerprint == self.engine.info.fingerprint
         other.turns = other._rendered(self.turns, same)
         other._require_room(sum(len(turn.ids) for turn in other.turns) + len(other.opening), seen=0)
@@ -163,7 +211,8 @@ class Conversation:
         if not (same and self.memory and other.memory):  # what is indexed stays
             self.memory = other.memory
         self.engine, self.system, self.opening = engine, other.system, other.opening
-        self.turns, self._marks = other.turns, {}
+        self.turns, self._marks, self.reused = other.turns, {}, other.reused
+        self._save(0)
         return True
 
     @property
@@ -201,32 +250,56 @@ class Conversation:
         cancel: Cancel | None,
     ) -> Iterator[Piece]:
         """Behind the first `keep` turns, a user's turn and its answer."""
+        if not self._exchanged(keep, text, documents, progress, cancel):
+            yield Piece("", stop="cancelled")
+            return
+        self._added = []
+        answer = self.turns[-1]
+        try:
+            for piece in self.engine.generate(self._within_room(sampling), cancel):
+                answer.text += piece.text
+                answer.ids.extend(piece.ids)
+                answer.stop = piece.stop or answer.stop
+                if self.session:
+                    self.session.stream(self._chat())
+                yield piece
+        finally:
+            self._save(len(self.turns) - 1)
+        self._keep()
+
+    def _exchanged(
+        self,
+        keep: int,
+        text: str,
+        documents: tuple[Document, ...],
+        progress: Progress | None,
+        cancel: Cancel | None,
+    ) -> bool:
+        """Put a user's turn and an empty answer behind the first `keep` turns; False when cancelled.
+
+        They are saved before they are read: whoever pulls the plug finds the words again.
+        """
         before = _Before(self.engine.snapshot(), list(self.turns), dict(self._marks))
         try:
-            done = keep == len(self.turns) or self._go_back(self.turns[:keep], progress, cancel)
+            done = self._agree(progress, cancel)
+            if done and keep < len(self.turns):
+                done = self._go_back(self.turns[:keep], progress, cancel)
             if done:
-                recalled = self._recall(text, progress, cancel)
-                user = self._user_turn(text, documents, recalled)
+                user = self._user_turn(text, documents, self._recall(text, progress, cancel))
                 self._require_room(len(user.ids))
+                self._keep()
                 self._mark()
+                # The answer was stopped, until the engine says otherwise.
+                self.turns = [*self.turns, user, Turn("assistant", "", "cancelled", start=user.end)]
+                self._save(keep)
                 self.engine.begin_turn(user.ids)
                 done = self._read(user.ids, progress, cancel)
         except BaseException:
-            self._return(before)
+            self._return(before, keep)
             raise
         if not done:
-            self._return(before)
-            yield Piece("", stop="cancelled")
-            return
-        del before  # it would hold what the method gives up while it answers
-        self._added = []
-        answer = Turn("assistant", "", "cancelled", start=user.end)  # until the engine says otherwise
-        self.turns += [user, answer]
-        for piece in self.engine.generate(self._within_room(sampling), cancel):
-            answer.text += piece.text
-            answer.ids.extend(piece.ids)
-            answer.stop = piece.stop or answer.stop
-            yield piece
+            self._return(before, keep)
+        return done
 
     def _user(self, number: int) -> Turn:
         if not 1 <= number <= self.exchanges:
@@ -301,9 +374,30 @@ class Conversation:
         self._marks = {place: mark for place, mark in self._marks.items() if place < at}
         return True
 
-    def _return(self, before: _Before) -> None:
+    def _return(self, before: _Before, same: int) -> None:
+        """To all that was `before`; the first `same` turns are saved as they were."""
         self.engine.restore(before.mark)
         self.turns, self._marks = before.turns, before.marks
+        self._save(same)
+
+    def _agree(self, progress: Progress | None, cancel: Cancel | None) -> bool:
+        """Read anew where an interrupt cut through a step and left a token that the transcript lacks."""
+        return self.coverage().seen == self._end or self._read_anew(self.turns, progress, cancel)
+
+    def _chat(self) -> Chat:
+        info = self.engine.info
+        about = About(lasting(info.model), info.fingerprint, info.method, info.options, self.system)
+        return Chat(about, self.opening, self.documents, self.turns)
+
+    def _save(self, same: int) -> None:
+        """Make what is kept the transcript, the first `same` turns of which are kept already."""
+        if self.session and (self.turns or self.session.id is not None):
+            self.session.save(self._chat(), same)
+
+    def _keep(self) -> None:
+        """Keep the state as it is."""
+        if self.session and self.store:
+            self.engine.keep()
 
     def _mark(self) -> None:
         """The state behind the last turn can be returned to; only so many of these are kept."""
@@ -315,8 +409,14 @@ class Conversation:
         """Read the opening and `turns` into an empty state, exchange by exchange."""
         self.engine.reset()
         exchanges = [[*user.ids, *answer.ids] for user, answer in zip(turns[::2], turns[1::2], strict=True)]
-        parts = [list(self.opening), *exchanges]
-        done, total = 0, sum(map(len, parts))
+        parts, done, self.reused = [self.opening, *exchanges], 0, 0
+        total = sum(map(len, parts))
+        if self.store:
+            pinned = {number for number, user in enumerate(turns[::2]) if user.pinned}
+            done, self.reused = self.engine.read(
+                self.opening, self.store, progress, cancel, turns=exchanges, pinned=pinned
+            )
+            return done == total
         for number, part in enumerate(parts):
             if number:
                 self.engine.begin_turn(part)
@@ -361,6 +461,15 @@ class Conversation:
         if attention.method_class(info.method).unlimited:
             return float("inf")
         return info.window - seen
+
+
+def lasting(model: str) -> str:
+    """What --model has to be for the same one from anywhere."""
+    try:
+        found = catalog.resolve(model)
+    except LongchatError:
+        return model
+    return str(found) if isinstance(found, Path) else model
 
 
 def behind(progress: Progress | None, begin: int, total: int) -> Progress | None:

@@ -6,7 +6,7 @@ Nothing outside an engine may assume that the model runs in this process; the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,11 +92,13 @@ class Engine(Protocol):
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
         turns: Sequence[Sequence[int]] = (),
+        pinned: Collection[int] = (),
     ) -> tuple[int, int]:
         """As `prefill`, into an empty state, through the pages of `store`: (read or taken, taken of these).
 
         The state is the one `prefill` makes, bit for bit; logits are there once something is read behind it.
-        `turns` come behind `ids`, as far as possible as `keep` left them.
+        `turns` come behind `ids`, as far as possible as `keep` left them; those numbered in `pinned` (from 0)
+        are not to be forgotten.
         """
 
     def keep(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,6 +134,7 @@ class LocalEngine:
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
         turns: Sequence[Sequence[int]] = (),
+        pinned: Collection[int] = (),
     ) -> tuple[int, int]:
         page = -(-PAGE // self.chunk) * self.chunk  # pages end where calls do
         device = self.decoder.device
@@ -151,6 +153,7 @@ class LocalEngine:
                     reused += ends[at] - begin
                     self.ids.extend(ids[begin : ends[at]])
                     self.logits = None
+                    self._pin_again(ends[prefix.text : at + 1], pinned)
                 else:
                     before = self.cache.snapshot()
                     if at >= prefix.text:
@@ -161,6 +164,8 @@ class LocalEngine:
                     prefix.keep(self.cache, before, at)
                     at += 1
                     exact = at <= prefix.text
+                    if not exact and at - prefix.text - 1 in pinned:
+                        self.pin(begin, ends[at])
                 if progress:
                     progress(ends[at], len(ids))
         finally:
@@ -168,6 +173,13 @@ class LocalEngine:
         if ends[at] == len(ids):
             self._trail = prefix, self.cache.snapshot()
         return ends[at], reused
+
+    def _pin_again(self, ends: Sequence[int], pinned: Collection[int]) -> None:
+        """Turns that end at `ends` may have been pinned, or released, since their state was kept."""
+        for number, (start, stop) in enumerate(pairwise(ends)):
+            if number in pinned or self.cache.pinned():
+                with contextlib.suppress(ContextOverflow):
+                    self.pin(start, stop, number in pinned)
 
     def keep(self) -> None:
         if self._trail is None:

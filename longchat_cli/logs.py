@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longchat_cli.config import data_dir, private
-from longchat_cli.errors import BadInput, LongchatError, MissingInput, StorageError
+from longchat_cli.config import data_dir
+from longchat_cli.database import create, failures, matching, prepare
+from longchat_cli.errors import LongchatError, MissingInput
 from longchat_cli.terminal import Console
 
 if TYPE_CHECKING:
@@ -66,9 +66,8 @@ class Log:
 
     def add(self, entry: Entry) -> int:
         """Append an entry; returns its id."""
-        private(self.path.parent)
-        with _failures(self.path), contextlib.suppress(FileExistsError):
-            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        with _failures(self.path):
+            create(self.path)
         row = (
             entry.time,
             entry.command,
@@ -97,8 +96,7 @@ class Log:
 
     def search(self, words: Sequence[str], count: int) -> list[Entry]:
         """The best entries with all of the words, or words that begin like them; the newest last."""
-        quoted = (word.replace('"', '""') for word in " ".join(words).replace("\0", " ").split())
-        terms = " ".join(f'"{word}"*' for word in quoted)
+        terms = matching(words)
         if not terms:
             return []
         found = "WHERE id IN (SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?)"
@@ -134,16 +132,7 @@ class Log:
             contextlib.closing(sqlite.connect(self.path, PATIENCE)) as database,
         ):
             database.execute("PRAGMA secure_delete = ON")
-            database.isolation_level = None
-            database.execute("BEGIN IMMEDIATE")
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version > VERSION:
-                raise BadInput(f"{self.path} is of a newer longchat")
-            if not version:
-                for statement in _TABLES:
-                    database.execute(statement)
-                database.execute(f"PRAGMA user_version = {VERSION}")
-            database.execute("COMMIT")
+            prepare(database, self.path, VERSION, _TABLES)
             yield database
 
 
@@ -162,22 +151,8 @@ def _entry(
     return Entry(command, model, method, question, answer, stop, names, time, id)
 
 
-@contextlib.contextmanager
-def _failures(path: Path) -> Iterator[Any]:
-    """Errors of SQLite as longchat's; yields its module, which not every Python has."""
-    try:
-        import sqlite3
-    except ImportError as error:
-        raise StorageError(f"the log {path} cannot be used", "this Python has no sqlite3") from error
-    try:
-        yield sqlite3
-    except sqlite3.OperationalError as error:
-        raise StorageError(f"the log {path} cannot be used", str(error)) from error
-    except sqlite3.DatabaseError as error:
-        do = "`longchat logs rm --all` begins a new one"
-        raise BadInput(f"the log {path} is damaged", str(error), do) from error
-    except OSError as error:
-        raise StorageError(f"the log {path} cannot be used", error.strerror or str(error)) from error
+def _failures(path: Path) -> contextlib.AbstractContextManager[Any]:
+    return failures(path, "the log", "`longchat logs rm --all` begins a new one")
 
 
 class Recorder:

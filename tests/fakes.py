@@ -72,7 +72,12 @@ class FakeEngine:
         return done
 
     def read(
-        self, ids: Sequence[int], store: Any, *watching: Any, turns: Sequence[Sequence[int]] = ()
+        self,
+        ids: Sequence[int],
+        store: Any,
+        *watching: Any,
+        turns: Sequence[Sequence[int]] = (),
+        pinned: Any = (),
     ) -> tuple[int, int]:
         return self.prefill([*ids, *(id for turn in turns for id in turn)], *watching), 0
 

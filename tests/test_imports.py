@@ -20,20 +20,20 @@ MODULES = {
 HEAVY = ("torch", "transformers", "bitsandbytes", "triton", "flash_attn")
 
 LAYERS = [
-    {"errors", "config", "settings", "sampling", "terminal_text", "terminal", "logs", "pages"},
+    {"errors", "config", "settings", "sampling", "terminal_text", "terminal", "database", "logs", "pages"},
     {"kernels"},
     {"attention"},
     {"tokens", "constrain", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
     {"local", "prefix", "recall"},
     {"citations", "sources", "attribution", "whole", "memory"},
-    {"ask", "chat", "evaluation", "doctor", "inspection", "estimate", "benchmark"},
+    {"ask", "chat", "sessions", "evaluation", "doctor", "inspection", "estimate", "benchmark"},
     {"repl"},
     {"cli", "commands", "__main__"},
 ]
 """Rooms from the bottom up: a room imports its own layer and those below."""
 
 LIGHT = [
-    "errors", "config", "settings",
+    "errors", "config", "settings", "database", "sessions",
     "constrain", "logs", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
