@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+try:
+    import termios
+except ImportError:  # Windows
+    termios = None  # type: ignore[assignment]
+
 from longchat_cli.errors import DISK_FULL, CannotCreate, StorageError
 
 PATIENCE = 2.0
@@ -93,28 +98,19 @@ def coloured(stream: IO[Any] | None) -> bool:
 
 
 @contextlib.contextmanager
-def hushed(stream: IO[Any] | None) -> Iterator[None]:
-    """Keys typed while the body runs are not echoed into what it prints; the next prompt gets them."""
-    try:
-        import termios
-    except ImportError:  # Windows
-        stream = None
-    if stream is None:
+def echo(stream: IO[Any], on: bool) -> Iterator[None]:
+    """Whether the terminal `stream` shows keys that are typed while the body runs."""
+    if termios is None or not is_tty(stream):
         yield
         return
+    handle = stream.fileno()
+    before = termios.tcgetattr(handle)
+    local = before[3] | termios.ECHO if on else before[3] & ~termios.ECHO
     try:
-        handle = stream.fileno()
-        before = termios.tcgetattr(handle)
-    except (OSError, ValueError, termios.error):  # no terminal
-        yield
-        return
-    mode = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    with contextlib.suppress(termios.error):
-        termios.tcsetattr(handle, termios.TCSANOW, mode)
-    try:
+        termios.tcsetattr(handle, termios.TCSANOW, [*before[:3], local, *before[4:]])
         yield
     finally:
-        with contextlib.suppress(termios.error, OSError, ValueError):  # the terminal may be gone
+        with contextlib.suppress(OSError, ValueError, termios.error):  # it may be gone
             termios.tcsetattr(handle, termios.TCSANOW, before)
 
 

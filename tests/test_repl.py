@@ -1,25 +1,27 @@
-"""The chat in a terminal, driven through a pseudo-terminal."""
+"""The chat in a terminal, over an engine without a model: what is on the screen, keys, signals."""
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pexpect
 import pytest
 from conftest import write_tiny_tokenizer
+from screen import Screen
 
 FAKES = Path(__file__).with_name("fakes.py")
-PROMPT = "\x1b[?2004h"  # bracketed paste goes on with each prompt
-TIMEOUT = 20
+MOMENTS = {"prefill": "word " * 200, "decode": "a story about the river"}
+"""What is typed so that a signal a moment later meets the reading of a turn, or the answer."""
 
-Start = Callable[..., pexpect.spawn]
+Start = Callable[..., Screen]
 
 
 @pytest.fixture(scope="module")
@@ -31,175 +33,379 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """`start(*arguments)`: `longchat` over the fake engine in a terminal, its state in `tmp_path`."""
-    monkeypatch.setenv("LONGCHAT_STATE_DIR", str(tmp_path / "state"))
-    children: list[pexpect.spawn] = []
+    """`start(*arguments)`: `longchat` over the fake engine in a terminal, its state in `tmp_path`.
 
-    def spawn(*arguments: str, delay: str = "0,0", shell: str = "{}", term: str = "xterm") -> pexpect.spawn:
+    `delay`: seconds for a step, for loading; `shell`: a bash script around the command line `{}`.
+    """
+    for name in ("state", "data", "cache"):
+        monkeypatch.setenv(f"LONGCHAT_{name.upper()}_DIR", str(tmp_path / name))
+    for name in ("TMUX", "DISPLAY", "WAYLAND_DISPLAY", "NO_COLOR", "FORCE_COLOR", "VISUAL", "EDITOR"):
+        monkeypatch.delenv(name, raising=False)
+    screens: list[Screen] = []
+
+    def spawn(
+        *arguments: str, delay: str = "0,0", shell: str = "exec {}", size: Any = (30, 100), **env: str
+    ) -> Screen:
         command = " ".join([sys.executable, str(FAKES), str(tokenizer_dir), delay, *arguments])
-        child = pexpect.spawn(
-            "bash",
-            ["-c", "exec " + command if shell == "{}" else shell.format(command)],
-            encoding="utf-8",
-            timeout=TIMEOUT,
-            cwd=str(tmp_path),
-            env={**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"},
-            dimensions=(40, 120),
-        )
-        children.append(child)
-        return child
+        screens.append(Screen(["bash", "--norc", "-c", shell.format(command)], tmp_path, env, size))
+        return screens[-1]
 
     yield spawn
-    for child in children:
-        child.close(force=True)
+    for screen in screens:
+        screen.close()
 
 
-def ended(child: pexpect.spawn) -> int:
-    """The exit code, once the program has ended."""
-    child.expect(pexpect.EOF)
-    child.wait()
-    return child.exitstatus if child.exitstatus is not None else -child.signalstatus
+DIALOGUE = [
+    ("hello", "> hello\nYou said: hello\n>"),
+    ("/context", "1 turn, 29 tokens seen"),
+    ("/contxt", "error: no command /contxt; did you mean /context? (//contxt sends it as text)"),
+    ("//etc is a folder", "You said: /etc is a folder"),
+    ("/tokens hello", "> /tokens hello\n4 tokens\n>"),
+    ("/undo", "> /undo\ntaken back: /etc is a folder\n>"),
+    ("/retry", "> /retry\nYou said: hello\n>"),
+    ("/edit 1 good day", "> /edit 1 good day\nYou said: good day\n>"),
+    ("/edit 7 x", "error: there is no turn 7; /tokens lists them"),
+    ("/tokens", "   1         32  good day\n>"),
+    ("/set temperature 0.7", "temperature        0.7\n>"),
+    ("/set temprature 1", "error: there is no setting temprature; did you mean temperature?"),
+    ("/set top-p much", "error: top-p is a number, not much"),
+    ("/set top-p 3", "error: --top-p is 3.0: it must be above 0 and at most 1"),
+    ("/set keys vim", "error: keys is emacs or vi, not vim"),
+    ("/method", "sink: "),
+    ("/model", "fake: window 2,048, float32 on cpu"),
+    ("/system", "no system prompt; /system TEXT sets one"),
+    ("/system Be brief.", "tokens read anew"),
+    ("/system", "> /system\nBe brief.\n>"),
+    ("/pin 1", "turn 1 is pinned"),
+    ("/pin two", "error: two is no turn's number; /tokens lists them"),
+    ("/file nowhere.txt", "error: nowhere.txt does not exist"),
+    ("/file note.txt", "note.txt: 16 tokens go with your next words"),
+    ("/copy code", "error: there is no code in the last answer"),
+    ("/new", "> /new\na new conversation\n>"),
+    ("/undo", "error: there is nothing to take back"),
+    ("/copy", "error: there is no answer to copy"),
+]
+"""What is typed, and what stands on the screen afterwards."""
 
 
-def test_session(start: Start, tmp_path: Path) -> None:
-    """Commands, turns, pasted lines, the history file, and Ctrl-D."""
-    child = start("chat")
-    child.expect_exact("/help lists commands")
-    child.expect_exact(PROMPT)
-    child.send("hello\r")
-    child.expect_exact("You said: hello")
-    child.expect_exact(PROMPT)
-    child.send("/help\r")
-    for name in ("/help", "/context", "/new", "/quit"):
-        child.expect_exact(name)
-    child.expect_exact(PROMPT)
-    child.send("/context\r")
-    child.expect(r"1 turns, (\d+) tokens seen")
-    child.expect_exact(PROMPT)
-    child.send("/contxt\r")
-    child.expect_exact("did you mean /context?")
-    child.expect_exact(PROMPT)
-    child.send("//etc is a folder\r")
-    child.expect_exact("You said: /etc is a folder")
-    child.expect_exact(PROMPT)
-    child.send("\x1b[200~first line\nsecond line\x1b[201~")  # bracketed paste
-    child.send("\r")
-    child.expect_exact("You said: first line\r\nsecond line")
-    child.expect_exact(PROMPT)
-    child.send("/new\r")
-    child.expect_exact("a new conversation")
-    child.expect_exact(PROMPT)
-    child.send("/context\r")
-    child.expect_exact("0 turns")
-    child.expect_exact(PROMPT)
-    child.send("\x12hello")  # Ctrl-R
-    child.expect_exact("reverse-i-search")
-    child.send("\r\r")
-    child.expect_exact("You said: hello")
-    child.expect_exact(PROMPT)
-    child.send("\x04")
-    assert ended(child) == 0
+def test_commands(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("The mill has seven sails.\n")
+    screen = start("chat")
+    assert "fake, sink. /help lists commands, Ctrl-D leaves." in screen.prompt()
+    for typed, shown in DIALOGUE:
+        assert shown in screen.say(typed), screen.text()
+        assert "Traceback" not in screen.text()
+    screen.write("\x04")
+    assert (screen.ended(), screen.restored()) == (0, True)
+
+
+def test_every_command_has_its_help_and_completion(start: Start) -> None:
+    from longchat_cli.repl.commands import COMMANDS
+
+    screen = start("chat", size=(50, 100))
+    screen.prompt()
+    shown = screen.say("/help")
+    for name, command in COMMANDS.items():
+        assert f"\n/{name} {command.takes}".rstrip() in shown
+        assert command.help in shown
+    assert "/undo   take the last" in screen.say("/help undo")
+    for typed, offered in (
+        ("/re", "answer the last turn again"),
+        ("/method ca", "  cca"),
+        ("/set k", "emacs"),
+    ):
+        screen.write(typed + "\t")
+        screen.until(offered)
+        screen.write("\x15")
+    screen.write("/method lm\t")
+    screen.until("> /method lm-infinite")
+    screen.write("\x15/set keys vi\r")
+    screen.prompt()
+    screen.write("hallo\x1b")
+    time.sleep(0.7)  # a lone Escape is told from the beginning of a key by what does not follow
+    screen.write("0lrx\r")
+    assert "You said: hxllo" in screen.prompt()
+    assert "/quit" in screen.say("/set keys emacs")
+    screen.write("/quit\r")
+    assert (screen.ended(), screen.restored()) == (0, True)
+
+
+def test_line_editor(start: Start, tmp_path: Path) -> None:
+    """History, several lines, the editor, wide characters, another size."""
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nsed -i s/river/lake/ $1\n")
+    editor.chmod(0o755)
+    screen = start("chat", EDITOR=str(editor))
+    screen.prompt()
+    screen.say("the river")
+    screen.write("one\x1b\rtwo\r")  # Alt-Enter
+    assert "> one\n. two\nYou said: one\ntwo\n>" in screen.prompt()
+    screen.write("\x12the ri")  # Ctrl-R
+    screen.until("reverse-i-search")
+    screen.write("\r\r")
+    assert screen.prompt().count("You said: the river") == 2
+    screen.write("a river\x18\x05")  # Ctrl-X Ctrl-E
+    screen.until("> a lake")
+    assert "You said: a lake" in screen.say("")
+    assert "You said: the lake" in screen.say("/edit 3")
+    assert "nothing was changed" in screen.say("/edit 3")
+    assert "Enter adds a line, Alt-Enter sends" in screen.say("/multiline")
+    screen.write("three\rfour\x1b\r")
+    assert "You said: three\nfour" in screen.prompt()
+    screen.write("/multiline\x1b\r")
+    screen.prompt()
+    screen.write("日本語 👍🏽 ok\x1b[D\x1b[D\x1b[Dx\r")  # x in front of " ok"
+    screen.prompt()
+    assert screen.text().replace(" ", "").count("日本語👍🏽xok") == 2
+    screen.write("w" * 60)
+    screen.until("w" * 60)
+    screen.resize(20, 50)
+    screen.until("> " + "w" * 48 + "\n" + "w" * 12)
+    assert "sink" in screen.lines()[-1]
+    assert "You said: " + "w" * 40 in screen.say("")
+    screen.write("\x04")
+    assert screen.ended() == 0
     history = tmp_path / "state" / "chat_history"
-    assert "+hello" in history.read_text()
+    assert "+the river\n" in history.read_text()
     assert history.stat().st_mode & 0o777 == 0o600
     assert history.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_the_part(start: Start) -> None:
-    child = start("chat", delay="0.1,0")
-    child.expect_exact(PROMPT)
-    child.send("a long story about the river\r")
-    child.expect_exact("You ")
-    child.send("\x03")
-    child.expect_exact("what was said is kept")
-    child.expect_exact(PROMPT)
-    time.sleep(2.1)
-    child.send("\x03")
-    child.expect_exact("Ctrl-C again or Ctrl-D leaves")
-    child.expect_exact(PROMPT)
-    time.sleep(2.1)
-    child.send("\x03")
-    child.expect_exact("Ctrl-C again or Ctrl-D leaves")
-    child.send("\x03")
-    assert ended(child) == 130
-
-
-def test_two_ctrl_c_leave_while_answering(start: Start) -> None:
-    child = start("chat", delay="0.3,0")
-    child.expect_exact(PROMPT)
-    child.send("hello\r")
-    child.expect_exact("Yo")
+def test_paste_of_ten_thousand_lines_is_one_turn(start: Start, tmp_path: Path) -> None:
+    screen = start("chat", "--max-tokens", "8")
+    screen.prompt()
+    pasted = "\r".join(f"line {number} of a long text" for number in range(10_000))
     begun = time.monotonic()
-    child.send("\x03")
-    child.send("\x03")
-    assert ended(child) == 130
-    assert time.monotonic() - begun < 3
-    assert "Traceback" not in child.before
+    screen.write(f"\x1b[200~{pasted}\x1b[201~")
+    screen.until("line 9999 of a long text")
+    assert time.monotonic() - begun < 5
+    screen.say("", seconds=60)
+    assert "   1  " in screen.say("/tokens")
+    assert "line 0 of a long text line 1 of a long text" in screen.text()
+    assert "   2  " not in screen.text()
+    screen.write("\x1b[A\x1b[A")  # it is in this chat's history, not in the file
+    screen.write("\x15\x04")
+    assert not (tmp_path / "state" / "chat_history").read_text().count("line 9999")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_while_loading(start: Start, number: signal.Signals, code: int) -> None:
-    child = start("chat", delay="0,60")
-    child.expect_exact("loading")
-    begun = time.monotonic()
-    child.kill(number)
-    assert ended(child) == code
-    assert "Traceback" not in child.before
-    assert time.monotonic() - begun < 3
+def test_nothing_that_is_said_acts_on_the_terminal(start: Start) -> None:
+    screen = start("chat")
+    screen.prompt()
+    screen.write("\x1b[200~\x1b]0;owned\x07\x1b[31mred\x1b[2J\x1b[201~\r")
+    screen.prompt()
+    assert "\nYou said: red\n" in screen.text()
+    assert screen.screen.title == ""
+    assert b"\x1b]" not in screen.raw
 
 
-def test_quit_and_full_at_its_end(start: Start) -> None:
-    child = start("chat", "--method", "full", "--max-tokens", "4k")
-    child.expect_exact(PROMPT)
-    child.send("word " * 300 + "\r")
-    child.expect_exact(PROMPT)
-    child.send("\x1b[200~" + "word " * 1500 + "\x1b[201~\r")
-    child.expect_exact("full is at its end")
-    child.expect_exact(PROMPT)
-    child.send("/quit\r")
-    assert ended(child) == 0
+def test_markdown_is_coloured_on_a_terminal_alone(start: Start, tmp_path: Path) -> None:
+    asked = "some **bold** words"
+    screen = start("chat")
+    screen.prompt()
+    assert "You said: some **bold** words" in screen.say(asked)
+    assert b"\x1b[0;1mbold" in screen.raw
+    screen.say("/set markdown off")
+    screen.say(asked)
+    assert screen.raw.count(b"\x1b[0;1mbold") == 1
+    for arguments, env, shell in (
+        (("--plain",), {}, "exec {}"),
+        ((), {"NO_COLOR": "1"}, "exec {}"),
+        ((), {}, "{} | cat"),
+    ):
+        screen = start("chat", *arguments, shell=shell, **env)
+        screen.prompt()
+        screen.write(asked + "\r")
+        screen.until("You said: some **bold** words\n")
+        assert b"\x1b[0;1mbold" not in screen.raw
 
 
-def test_document_from_stdin_and_keyboard_from_the_terminal(start: Start) -> None:
-    child = start("chat", "--with", "-", shell="printf 'The mill has seven sails.\\n' | {}")
-    child.expect_exact(PROMPT)
-    child.send("how many?\r")
-    child.expect_exact("You said: how many?")
-    child.expect_exact(PROMPT)
-    child.send("\x04")
-    assert ended(child) == 0
-
-
-def test_answers_to_a_file_prompt_on_the_terminal(start: Start, tmp_path: Path) -> None:
-    child = start("chat", shell="{} > out.txt")
-    child.expect_exact(PROMPT)
-    child.send("hello\r")
-    child.expect_exact(PROMPT)
-    child.send("\x04")
-    assert ended(child) == 0
-    assert (tmp_path / "out.txt").read_text() == "You said: hello\n"
+def test_copy(start: Start, tmp_path: Path) -> None:
+    """Through the terminal, or through a program when there is one."""
+    screen = start("chat")
+    screen.prompt()
+    screen.say("a \u00e9 ~~~")
+    assert "characters copied through the terminal (OSC 52)" in screen.say("/copy")
+    assert b"\x1b]52;c;" + base64.b64encode("You said: a \u00e9 ~~~".encode()) + b"\x07" in screen.raw
+    program = tmp_path / "bin" / "wl-copy"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat > {tmp_path}/copied\n")
+    program.chmod(0o755)
+    screen = start("chat", WAYLAND_DISPLAY="w", PATH=f"{program.parent}:{os.environ['PATH']}")
+    screen.prompt()
+    screen.write("\x1b[200~code:\r```py\rx = 1\r```\x1b[201~\r")
+    screen.prompt()
+    assert "6 characters copied through wl-copy" in screen.say("/copy code")
+    assert (tmp_path / "copied").read_text() == "x = 1\n"
 
 
 def test_dumb_terminal(start: Start) -> None:
-    child = start("chat", term="dumb")
-    child.expect_exact("> ")
-    child.send("hello\r")
-    child.expect_exact("You said: hello")
-    child.expect_exact("> ")
-    assert "\x1b[" not in child.before
-    child.send("\x04")
-    assert ended(child) == 0
+    screen = start("chat", TERM="dumb")
+    screen.until("\n>")
+    screen.write("some **bold** words\r")
+    screen.until("You said: some **bold** words\n>")
+    screen.write("/context\r")
+    screen.until("held")
+    assert b"\x1b[" not in screen.raw
+    screen.write("\x04")
+    assert (screen.ended(), screen.restored()) == (0, True)
+
+
+def test_document_from_stdin_and_keyboard_from_the_terminal(start: Start) -> None:
+    screen = start("chat", "--with", "-", shell="printf 'The mill has seven sails.\\n' | {}")
+    screen.prompt()
+    assert "You said: how many?" in screen.say("how many?")
+    screen.write("\x04")
+    assert screen.ended() == 0
+
+
+def test_answers_to_a_file_prompt_on_the_terminal(start: Start, tmp_path: Path) -> None:
+    screen = start("chat", shell="{} > out.txt")
+    screen.prompt()
+    screen.say("hello")
+    screen.write("\x04")
+    assert screen.ended() == 0
+    assert (tmp_path / "out.txt").read_text() == "You said: hello\n"
+
+
+def test_full_at_its_end(start: Start) -> None:
+    screen = start("chat", "--method", "full", "--max-tokens", "4k")
+    screen.prompt()
+    screen.say("word " * 100)
+    screen.write("\x1b[200~" + "word " * 1500 + "\x1b[201~\r")
+    assert "error: full is at its end" in screen.prompt()
+    assert "1 turn," in screen.say("/context")
+    screen.write("/quit\r")
+    assert screen.ended() == 0
 
 
 def test_progress_bar_is_gone_before_the_answer(start: Start) -> None:
-    child = start("chat", "--max-tokens", "3", delay="0.4,0")
-    child.expect_exact(PROMPT)
-    child.sendline("a turn long enough to be read in several steps, so that there is a bar to be seen")
-    child.expect("reading: .*You")
-    bar, _, cleared = child.after.rpartition("tok/s]")
-    assert bar
-    assert cleared.startswith("\r  "), "the line of the bar is wiped"
-    assert "You" not in bar
+    screen = start("chat", "--max-tokens", "3", delay="0.4,0")
+    screen.prompt()
+    screen.write("a turn long enough to be read in several steps, so that there is a bar to be seen\r")
+    screen.until("reading: ")
+    screen.prompt()
+    assert "reading: " not in screen.text()
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_part(start: Start) -> None:
+    screen = start("chat", delay="0.1,0")
+    screen.prompt()
+    screen.write("a long story about the river\r")
+    screen.until("You ")
+    screen.write("typed ahead\x03")
+    assert "stopped; what was said is kept, Ctrl-C again leaves" in screen.prompt()
+    assert "^C" not in screen.text()
+    time.sleep(2.1)
+    screen.write("\x03")
+    assert "Ctrl-C again or Ctrl-D leaves" in screen.prompt()
+    assert "1 turn," in screen.say("/context")
+    time.sleep(1)
+    screen.write("\x03")
+    screen.prompt()
+    screen.write("\x03")
+    assert (screen.ended(), screen.restored()) == (130, True)
+
+
+def test_ctrl_c_while_a_turn_is_read_takes_it_back(start: Start) -> None:
+    screen = start("chat", delay="0.1,0")
+    screen.prompt()
+    screen.write(MOMENTS["prefill"] + "\r")
+    screen.until("reading: ")
+    screen.write("\x03")
+    assert "stopped; everything is as before, Ctrl-C again leaves" in screen.prompt()
+    assert "0 turns, 5 tokens seen" in screen.say("/context")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_held_down_leaves(start: Start, moment: str) -> None:
+    screen = start("chat", delay="0.1,0")
+    screen.prompt()
+    screen.write(MOMENTS[moment] + "\r")
+    screen.until("reading: " if moment == "prefill" else "You ")
+    begun = time.monotonic()
+    for _ in range(20):
+        screen.write("\x03")
+        screen.read(0.02)
+    assert (screen.ended(), screen.restored()) == (130, True)
+    assert time.monotonic() - begun < 2
+    assert "Traceback" not in screen.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_while_loading(start: Start, number: signal.Signals) -> None:
+    screen = start("chat", delay="0,60")
+    screen.until("loading")
+    assert _ends_within_a_second(screen, number) == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("moment", ["prompt", *MOMENTS])
+def test_signals_end_within_a_second(start: Start, moment: str, number: signal.Signals) -> None:
+    screen = start("chat", delay="0.1,0")
+    screen.prompt()
+    if moment != "prompt":
+        screen.write(MOMENTS[moment] + "\r")
+        screen.until("reading: " if moment == "prefill" else "You ")
+    assert _ends_within_a_second(screen, number) == 128 + number
+
+
+def _ends_within_a_second(screen: Screen, number: int) -> int:
+    """The exit code, once the terminal is found as a shell wants it."""
+    begun = time.monotonic()
+    screen.child.kill(number)
+    code = screen.ended()
+    assert time.monotonic() - begun < 1.5
+    assert screen.restored()
+    assert "Traceback" not in screen.text()
+    return code
+
+
+@pytest.mark.parametrize("moment", ["prompt", *MOMENTS])
+@pytest.mark.parametrize(("shell", "codes"), [("exec {}", {129, 74}), ("trap '' HUP; exec {}", {0, 74})])
+def test_closed_terminal(start: Start, moment: str, shell: str, codes: set[int]) -> None:
+    """Where SIGHUP is ignored, it ends as well: nothing can be read or written any more."""
+    screen = start("chat", delay="0.05,0", shell=shell)
+    screen.prompt()
+    if moment != "prompt":
+        screen.write(MOMENTS[moment] + "\r")
+        screen.until("reading: " if moment == "prefill" else "You ")
+    assert screen.hang_up(5) in codes
+
+
+def test_suspended_and_back(start: Start) -> None:
+    """Ctrl-Z at the prompt and during an answer gives the shell its terminal; `fg` goes on."""
+    shell = "bash --norc -i < /dev/tty"
+    screen = start("chat", delay="0.1,0", shell=f"printf '{{}}' > run; PS1='shell: ' exec {shell}")
+    screen.until("shell:")
+    screen.write(". ./run\r")
+    screen.prompt()
+    screen.write("half a line")
+    screen.until("> half a line")
+    for key in ("\x1a", None):  # Ctrl-Z, and a signal from elsewhere
+        _suspend(screen, key)
+        screen.write("fg\r")
+        screen.prompt()
+        screen.until("> half a line")
+    screen.write(" more\r")
+    screen.until("You ")
+    _suspend(screen, "\x1a")
+    screen.write("fg\r")
+    assert "You said: half a line more" in screen.prompt().replace("\n", "")
+    assert screen.say("/quit").rstrip().endswith("shell:")
+    assert (screen.restored(), screen.echoes()) == (True, True)
+
+
+def _suspend(screen: Screen, key: str | None) -> None:
+    """Stop the shell's child by a key, or by a signal; its shell finds the terminal as it left it."""
+    stopped = screen.text().count("Stopped")
+    if key:
+        screen.write(key)
+    else:
+        children = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(screen.child.pid)], text=True)
+        os.kill(int(children.split()[0]), signal.SIGTSTP)
+    screen.until(lambda: screen.text().count("Stopped") > stopped)
+    screen.until(lambda: screen.text().rstrip().endswith("shell:"))
+    assert screen.restored()
 
 
 def test_warnings_stand_above_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:

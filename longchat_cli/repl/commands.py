@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from longchat_cli import config
 from longchat_cli.attention import METHODS
-from longchat_cli.chat import Turn, open_pinned
+from longchat_cli.chat import open_pinned
 from longchat_cli.documents.names import printable
 from longchat_cli.errors import UsageError
 from longchat_cli.repl import clipboard, settings
 from longchat_cli.repl.bar import Part, bar, legend
-from longchat_cli.repl.prompt import edited
+from longchat_cli.sessions import Turn
 from longchat_cli.terminal import coloured
 from longchat_cli.terminal_text import Sanitizer
 
@@ -85,10 +85,9 @@ def _help(repl: Repl, argument: str) -> None:
         repl.console.say(_KEYS)
 
 
-_KEYS = (
-    "Alt-Enter adds a line, Ctrl-R searches the history, Ctrl-X Ctrl-E opens $EDITOR, Tab completes, Ctrl-Z "
-    "suspends,\nCtrl-C stops an answer and twice leaves, Ctrl-D leaves; // begins a turn with a slash"
-)
+_KEYS = """\
+Alt-Enter adds a line, Ctrl-R searches the history, Ctrl-X Ctrl-E opens $EDITOR, Tab completes,
+Ctrl-C stops an answer and twice leaves, Ctrl-D leaves, Ctrl-Z suspends; // begins a turn with a slash"""
 
 
 def _context(repl: Repl, argument: str) -> None:
@@ -98,7 +97,7 @@ def _context(repl: Repl, argument: str) -> None:
     colours, parts = coloured(sys.stderr), context_parts(repl)
     speed = f", {repl.speed:,.0f} tok/s" if repl.speed else ""
     repl.console.say(
-        f"{info.model}, {info.method}, window {info.window:,}: {seen.turns:,} turns, {total:,} tokens seen\n"
+        f"{info.model}, {info.method}, window {info.window:,}: {_turns(seen.turns)}, {total:,} tokens seen\n"
         f"{bar(parts, width, colours)}\n{legend(parts, colours)}\n"
         f"{config.format_bytes(seen.bytes)} held{speed}"
     )
@@ -110,11 +109,11 @@ def context_parts(repl: Repl) -> list[Part]:
     opening = min(seen.opening, options.get("sinks", 0)) if seen.forgotten else seen.opening
     pinned = opening + seen.pinned
     recent = max(seen.visible - pinned - seen.sinks, 0)
-    gone = f"{seen.forgotten_turns:,} of {seen.turns:,} turns" if seen.forgotten else ""
+    gone = _turns(seen.forgotten_turns) if seen.forgotten else ""
     return [
         Part("pinned", pinned, "#", "35", "system prompt, documents, /pin" if pinned else ""),
         Part("sinks", seen.sinks, "=", "33"),
-        Part("visible", recent, "|", "32", f"{seen.turns - seen.forgotten_turns:,} turns"),
+        Part("visible", recent, "|", "32", _turns(seen.turns - seen.forgotten_turns)),
         Part("retrieved", seen.retrieved, "+", "36"),
         Part("forgotten", seen.forgotten, ".", "90", gone),
     ]
@@ -146,7 +145,8 @@ def _edit(repl: Repl, argument: str) -> None:
     words = repl.conversation.turns[2 * number - 2 : 2 * number - 1] if number > 0 else []
     if not words:
         raise UsageError(f"there is no turn {number}", "", "/tokens lists them")
-    text = text or edited(words[0].text)
+    if not text and repl.prompt:
+        text = repl.prompt.edit(words[0].text)
     if text in ("", words[0].text):
         repl.console.notice("nothing was changed")
         return
@@ -288,6 +288,10 @@ def _number(repl: Repl, text: str) -> int:
 def _exchanges(repl: Repl) -> Iterable[tuple[Turn, Turn]]:
     turns = repl.conversation.turns
     return zip(turns[::2], turns[1::2], strict=True)
+
+
+def _turns(count: int) -> str:
+    return f"{count:,} turn{'' if count == 1 else 's'}"
 
 
 def _brief(text: str) -> str:

@@ -20,7 +20,7 @@ from longchat_cli.repl import bar, commands
 from longchat_cli.repl.markdown import Markdown
 from longchat_cli.repl.prompt import Prompt
 from longchat_cli.sampling import Sampling
-from longchat_cli.terminal import Console, Interrupts, coloured, hushed, is_tty
+from longchat_cli.terminal import Console, Interrupts, coloured, echo, is_tty
 from longchat_cli.terminal_text import Sanitizer
 
 Record = Callable[[str, str, str, str, str], None]
@@ -63,7 +63,7 @@ def run(
     chat.keys, chat.styled = keys, not plain and coloured(sys.stdout)
     chat.open()
     if is_tty(source):
-        chat.converse(Prompt(source, lambda name: commands.choices(chat, name)), source)
+        chat.converse(Prompt(source, lambda name: commands.choices(chat, name)))
     else:
         chat.answer_lines(source.buffer)
 
@@ -93,7 +93,7 @@ class Repl:
         self.sampling, self.console, self.workbench = sampling, console, workbench
         self.record = record
         self.interrupts = Interrupts()
-        self.keyboard: TextIO | None = None  # until there is a prompt
+        self.prompt: Prompt | None = None
         self.keys, self.multiline, self.styled = "emacs", False, False
         self.speed = 0.0  # tokens per second of the last answer
 
@@ -111,20 +111,23 @@ class Repl:
                 "`longchat ask` finds passages anywhere"
             )
 
-    def converse(self, prompt: Prompt, keyboard: TextIO) -> None:
+    def converse(self, prompt: Prompt) -> None:
         """Prompt, answer, repeat. Ends at Ctrl-D and /quit; raises KeyboardInterrupt after two Ctrl-C."""
-        self.keyboard = keyboard
+        self.prompt = prompt
         info = self.conversation.engine.info
         self.console.notice(f"{info.model}, {info.method}. /help lists commands, Ctrl-D leaves.")
-        while (text := self._ask(prompt)) is not None:
-            try:
-                commands.take(self, text)
-            except LongchatError as error:
-                self.console.warn(str(error))
-            except KeyboardInterrupt:
-                self.pressed("stopped; Ctrl-C again leaves")
-            except commands.Left:
-                return
+        with echo(
+            prompt.source, False
+        ):  # what is typed during an answer stands in the next prompt, not in it
+            while (text := self._ask(prompt)) is not None:
+                try:
+                    commands.take(self, text)
+                except LongchatError as error:
+                    self.console.say(f"longchat: error: {error}")
+                except KeyboardInterrupt:
+                    self.pressed("stopped; Ctrl-C again leaves")
+                except commands.Left:
+                    return
 
     def answer_lines(self, lines: Iterator[bytes] | Any) -> None:
         """Each line that is not blank is a turn; what it says is never a command."""
@@ -141,7 +144,7 @@ class Repl:
     def show(self, begin: Answering) -> None:
         """Print an answer as it comes, made safe for the terminal. Raises KeyboardInterrupt at two Ctrl-C."""
         last = self.conversation.turns[-1:]
-        with self.interrupts.catching(), hushed(self.keyboard):
+        with self.interrupts.catching():
             with self.console.progress("reading") as bar:  # gone before the first word stands in its place
                 pieces = begin(bar, self.interrupts.stopped)
                 first = list(itertools.islice(pieces, 1))
@@ -153,7 +156,7 @@ class Repl:
             self.record(info.model, info.method, user.text, Sanitizer().feed(answer.text), answer.stop or "")
         if self.interrupts.leave:
             raise KeyboardInterrupt
-        if self.interrupts.stop and self.keyboard:
+        if self.interrupts.stop and self.prompt:
             what = "what was said is kept" if answered else "everything is as before"
             self.console.notice(f"stopped; {what}, Ctrl-C again leaves")
 
@@ -188,8 +191,7 @@ class Repl:
     @contextlib.contextmanager
     def working(self, label: str) -> Iterator[tuple[Any, Callable[[], bool]]]:
         """A progress bar and the cancel flag, while the model works."""
-        catching = self.interrupts.catching()
-        with catching, hushed(self.keyboard), self.console.progress(label) as progress:
+        with self.interrupts.catching(), self.console.progress(label) as progress:
             yield progress, self.interrupts.stopped
 
     def _ask(self, prompt: Prompt) -> str | None:

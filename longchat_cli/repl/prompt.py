@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from longchat_cli import config
 from longchat_cli.errors import CannotCreate, UsageError
 from longchat_cli.repl.completion import Choices, completer
-from longchat_cli.terminal import is_tty
+from longchat_cli.terminal import echo, is_tty
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -32,6 +35,7 @@ class Prompt:
         from prompt_toolkit.input import create_input
         from prompt_toolkit.output import create_output
 
+        self.source = source
         self._multiline = False
         several = Condition(lambda: self._multiline)
         command = Condition(lambda: get_app().current_buffer.document.text.startswith("/"))
@@ -60,18 +64,19 @@ class Prompt:
         self._multiline = multiline
         self._session.editing_mode = EditingMode.VI if keys == "vi" else EditingMode.EMACS
         # A text, no function: it is not made anew at every key.
-        return self._session.prompt(PROMPT, bottom_toolbar=toolbar, pre_run=_suspendable)
+        with _signals() as begin:
+            return self._session.prompt(PROMPT, bottom_toolbar=toolbar, pre_run=begin)
 
+    def edit(self, text: str) -> str:
+        """`text` as $VISUAL or $EDITOR leaves it. Raises UsageError when that fails."""
+        import click
 
-def edited(text: str) -> str:
-    """`text` as $VISUAL or $EDITOR leaves it. Raises UsageError when that fails."""
-    import click
-
-    try:
-        changed = click.edit(text, extension=".md")
-    except click.ClickException as error:
-        raise UsageError("the editor failed", error.format_message(), "set $VISUAL or $EDITOR") from error
-    return text if changed is None else changed.rstrip("\n")
+        try:
+            with echo(self.source, True):
+                changed = click.edit(text, extension=".md")
+        except click.ClickException as error:
+            raise UsageError("the editor failed", error.format_message(), "set $VISUAL or $EDITOR") from error
+        return text if changed is None else changed.rstrip("\n")
 
 
 def _bindings(several: Any) -> Any:
@@ -91,14 +96,38 @@ def _bindings(several: Any) -> Any:
     return keys
 
 
-def _suspendable() -> None:
-    """SIGTSTP from elsewhere finds the terminal as it was before the prompt, as Ctrl-Z does."""
-    import asyncio
+@contextlib.contextmanager
+def _signals() -> Iterator[Callable[[], None]]:
+    """SIGTERM and SIGHUP end the prompt, SIGTSTP suspends it, with the terminal as it was before: raised in
+    the middle of drawing they would leave it otherwise. Yields what the prompt calls as it begins."""
+    names = ("SIGTERM", "SIGHUP", "SIGTSTP")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name) and os.name == "posix"]
+    before = {number: signal.getsignal(number) for number in numbers}
+    came: list[int] = []
 
-    from prompt_toolkit.application import get_app
+    def begin() -> None:
+        from prompt_toolkit.application import get_app
 
-    if hasattr(signal, "SIGTSTP"):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTSTP, _suspend, get_app())
+        app, loop = get_app(), asyncio.get_running_loop()
+
+        def leave(number: int) -> None:
+            came.append(number)
+            if not app.is_done:
+                app.exit(exception=EOFError())
+
+        for number, handler in before.items():
+            if number == signal.SIGTSTP:
+                loop.add_signal_handler(number, _suspend, app)
+            elif handler is not signal.SIG_IGN:
+                loop.add_signal_handler(number, leave, number)
+
+    try:
+        yield begin
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _suspend(app: Any) -> None:
