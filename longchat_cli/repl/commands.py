@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,9 @@ def context_parts(repl: Repl) -> list[Part]:
 
 
 def _new(repl: Repl, argument: str) -> None:
-    repl.open()
-    repl.console.notice("a new conversation")
+    with repl.working("reading") as (progress, cancel):
+        repl.conversation.open(progress, cancel)  # stopped: the next turn reads what was not read
+    _say_outcome(repl, True, "a new conversation")
 
 
 def _undo(repl: Repl, argument: str) -> None:
@@ -202,7 +203,7 @@ def _rebuild(
     *,
     open_engine: Open | None = None,
     method: str | None = None,
-    options: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     system: Any = ...,
 ) -> None:
     """Read the conversation anew under what is given; all or nothing."""

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 
 from longchat_cli import attention
 from longchat_cli.ask import Open
-from longchat_cli.chat import Conversation, open_conversation
-from longchat_cli.documents import Collection, Document
+from longchat_cli.chat import Conversation
+from longchat_cli.documents import Collection
 from longchat_cli.engine import Piece, Progress
 from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.repl import bar, commands
@@ -29,21 +29,24 @@ Answering = Callable[[Progress | None, Callable[[], bool]], Iterator[Piece]]
 """Begins an answer, given the progress of reading and the cancel flag."""
 
 
+Made = tuple[Conversation, Open, Mapping[str, Any]]
+"""A conversation, what opens its model under other methods, and the options of its method."""
+
+
 @dataclass(frozen=True)
 class Workbench:
-    """What commands may open: another model by its name, documents by theirs."""
+    """What commands may open: another model and documents by their names, a kept chat by its number."""
 
     model: Callable[[str], Open]
     documents: Callable[[Sequence[str]], Collection]
+    chat: Callable[[str], Made]
 
 
 def run(
+    conversation: Conversation,
     open_engine: Open,
-    *,
-    method: str,
     options: Mapping[str, Any],
-    system: str | None,
-    documents: Sequence[Document],
+    *,
     sampling: Sampling,
     console: Console,
     workbench: Workbench,
@@ -57,11 +60,10 @@ def run(
     `keys`: emacs or vi; `plain`: no colours in answers. Raises KeyboardInterrupt when Ctrl-C ended it.
     """
     source = _keyboard(keyboard) if keyboard else sys.stdin
-    conversation = open_conversation(open_engine, method, options, system, documents)
-    chat = Repl(conversation, open_engine, sampling, console, workbench, record)
-    chat.options = dict(options)
+    chat = Repl((conversation, open_engine, options), sampling, console, workbench, record)
     chat.keys, chat.styled = keys, not plain and coloured(sys.stdout)
-    chat.open()
+    if not chat.begin(conversation):
+        raise KeyboardInterrupt
     if is_tty(source):
         chat.converse(Prompt(source, lambda name: commands.choices(chat, name)))
     else:
@@ -81,15 +83,13 @@ class Repl:
 
     def __init__(
         self,
-        conversation: Conversation,
-        open_engine: Open,
+        made: Made,
         sampling: Sampling,
         console: Console,
         workbench: Workbench,
         record: Record | None = None,
     ) -> None:
-        self.conversation, self.open_engine = conversation, open_engine
-        self.options: dict[str, Any] = {}  # of the method, as the user gave them
+        self.conversation, self.open_engine, self.options = made
         self.sampling, self.console, self.workbench = sampling, console, workbench
         self.record = record
         self.interrupts = Interrupts()
@@ -97,19 +97,23 @@ class Repl:
         self.keys, self.multiline, self.styled = "emacs", False, False
         self.speed = 0.0  # tokens per second of the last answer
 
-    def open(self) -> None:
-        """Read system prompt and documents. Raises KeyboardInterrupt when Ctrl-C stops that."""
+    def begin(self, conversation: Conversation) -> bool:
+        """Read all that comes before the next words; False when Ctrl-C stopped that."""
+        conversation.notice = self.console.notice
         with self.working("reading") as (progress, cancel):
-            done = self.conversation.open(progress, cancel)
+            done = conversation.begin(progress, cancel)
         if not done:
-            raise KeyboardInterrupt
-        forgotten = self.conversation.coverage().forgotten
-        if forgotten and self.conversation.documents:
-            method, read = self.conversation.engine.info.method, len(self.conversation.opening)
+            return False
+        if conversation.turns:
+            turns, seen = conversation.exchanges, conversation.coverage().seen
+            self.console.notice(f"{turns:,} turns so far; reused {conversation.reused:,} of {seen:,} tokens")
+        elif conversation.documents and (forgotten := conversation.coverage().forgotten):
+            method, read = conversation.engine.info.method, len(conversation.opening)
             self.console.warn(
                 f"{method} has already forgotten {forgotten:,} of the text's {read:,} tokens; "
                 "`longchat ask` finds passages anywhere"
             )
+        return True
 
     def converse(self, prompt: Prompt) -> None:
         """Prompt, answer, repeat. Ends at Ctrl-D and /quit; raises KeyboardInterrupt after two Ctrl-C."""
