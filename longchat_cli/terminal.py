@@ -22,6 +22,8 @@ from longchat_cli.errors import DISK_FULL, CannotCreate, StorageError
 
 PATIENCE = 2.0
 """Seconds within which a second Ctrl-C leaves."""
+DELAY = 0.5
+"""Seconds before there is a progress bar."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,21 @@ class Console:
         if self.quiet or not is_tty(sys.stderr) or os.environ.get("TERM") == "dumb":
             yield None
             return
-        from tqdm import tqdm
+        begun, bars = time.monotonic(), contextlib.ExitStack()
+        bar: Any = None
 
-        with tqdm(
-            desc=label,
-            unit="tok",
-            unit_scale=True,
-            file=sys.stderr,
-            leave=False,
-            delay=0.5,
-            dynamic_ncols=True,
-        ) as bar:
-
-            def update(done: int, total: int) -> None:
+        def update(done: int, total: int) -> None:
+            nonlocal bar
+            if bar is not None:
                 bar.total = total
                 bar.update(done - bar.n)
+            elif time.monotonic() - begun > DELAY:  # what is quick needs no bar
+                from tqdm import tqdm
 
+                look = {"unit": "tok", "unit_scale": True, "leave": False, "dynamic_ncols": True}
+                bar = bars.enter_context(tqdm(None, label, total, file=sys.stderr, initial=done, **look))
+
+        with bars:
             yield update
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 # C0 without \t and \n, DEL, C1, lone surrogates, bidirectional embeddings, overrides and isolates.
@@ -68,6 +69,11 @@ class Sanitizer:
         elif c in _STRINGS[5:]:
             self._state = "string"
         return "" if _UNSAFE.match(c) else c
+
+
+def brief(text: str, most: int = 60) -> str:
+    """The beginning of a text on one line, made safe."""
+    return textwrap.shorten(Sanitizer().feed(text[: 10 * most]), most, placeholder=" ...")
 
 
 class StopMatcher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import signal
 import subprocess
@@ -56,7 +57,7 @@ def start(tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 DIALOGUE = [
-    ("hello", "> hello\nYou said: hello\n>"),
+    ("hello", "keeps nothing\nYou said: hello\n>"),
     ("/context", "1 turn, 29 tokens seen"),
     ("/contxt", "error: no command /contxt; did you mean /context? (//contxt sends it as text)"),
     ("//etc is a folder", "You said: /etc is a folder"),
@@ -64,7 +65,7 @@ DIALOGUE = [
     ("/undo", "> /undo\ntaken back: /etc is a folder\n>"),
     ("/retry", "> /retry\nYou said: hello\n>"),
     ("/edit 1 good day", "> /edit 1 good day\nYou said: good day\n>"),
-    ("/edit 7 x", "error: there is no turn 7; /tokens lists them"),
+    ("/edit 7 x", "error: there is no turn 7: they are 1 to 1"),
     ("/tokens", "   1         32  good day\n>"),
     ("/set temperature 0.7", "temperature        0.7\n>"),
     ("/set temprature 1", "error: there is no setting temprature; did you mean temperature?"),
@@ -81,6 +82,20 @@ DIALOGUE = [
     ("/file nowhere.txt", "error: nowhere.txt does not exist"),
     ("/file note.txt", "note.txt: 16 tokens go with your next words"),
     ("/copy code", "error: there is no code in the last answer"),
+    ("/save The river", "chat 1: The river; `longchat chat --resume 1`"),
+    ("and now?", "You said: and now?"),
+    ("/search good", "     1  turn 1     you     good day\n"),
+    ("/search nobodysaidthis", "no turn has all of these words"),
+    ("/export talk.md", "2 turns written to talk.md"),
+    ("/export talk.json", "2 turns written to talk.json"),
+    ("/export no/such/folder.md", "error: cannot create no/such/folder.md: No such file or directory"),
+    ("/branch 1", "chat 2: a copy of chat 1 up to turn 1"),
+    ("/sessions", "     1  20"),
+    ("/sessions", "     2* 20"),
+    ("/load", "error: which chat?; /sessions lists them"),
+    ("/load 2", "error: chat 2 is this one"),
+    ("/load 9", "error: there is no chat 9; `longchat sessions ls` shows them"),
+    ("/load 1", "last: and now?"),
     ("/new", "> /new\na new conversation\n>"),
     ("/undo", "error: there is nothing to take back"),
     ("/copy", "error: there is no answer to copy"),
@@ -97,6 +112,13 @@ def test_commands(start: Start, tmp_path: Path) -> None:
         assert "Traceback" not in screen.text()
     screen.write("\x04")
     assert (screen.ended(), screen.restored()) == (0, True)
+    assert "# The river" in (tmp_path / "talk.md").read_text()
+    assert [turn["text"] for turn in json.loads((tmp_path / "talk.json").read_text())["turns"]] == [
+        "good day",
+        "You said: good day",
+        "and now?",
+        "You said: and now?",
+    ]
 
 
 def test_every_command_has_its_help_and_completion(start: Start) -> None:

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,11 @@ from longchat_cli.attention import METHODS
 from longchat_cli.chat import open_pinned
 from longchat_cli.documents.names import printable
 from longchat_cli.errors import UsageError
-from longchat_cli.repl import clipboard, settings
+from longchat_cli.repl import chats, clipboard, settings
 from longchat_cli.repl.bar import Part, bar, legend
 from longchat_cli.sessions import Turn
 from longchat_cli.terminal import coloured
-from longchat_cli.terminal_text import Sanitizer
+from longchat_cli.terminal_text import Sanitizer, brief
 
 if TYPE_CHECKING:
     from longchat_cli.ask import Open
@@ -122,7 +121,7 @@ def context_parts(repl: Repl) -> list[Part]:
 def _new(repl: Repl, argument: str) -> None:
     with repl.working("reading") as (progress, cancel):
         repl.conversation.open(progress, cancel)  # stopped: the next turn reads what was not read
-    _say_outcome(repl, True, "a new conversation")
+    repl.outcome(True, "a new conversation")
 
 
 def _undo(repl: Repl, argument: str) -> None:
@@ -131,7 +130,7 @@ def _undo(repl: Repl, argument: str) -> None:
         raise UsageError("there is nothing to take back")
     with repl.working("reading") as (progress, cancel):
         done = repl.conversation.undo(progress, cancel)
-    _say_outcome(repl, done, f"taken back: {_brief(taken[0].text)}")
+    repl.outcome(done, f"taken back: {brief(taken[0].text)}")
 
 
 def _retry(repl: Repl, argument: str) -> None:
@@ -140,15 +139,11 @@ def _retry(repl: Repl, argument: str) -> None:
 
 def _edit(repl: Repl, argument: str) -> None:
     first, _, text = argument.partition(" ")
-    number, text = (
-        (int(first), text.strip()) if first.isdecimal() else (repl.conversation.exchanges, argument)
-    )
-    words = repl.conversation.turns[2 * number - 2 : 2 * number - 1] if number > 0 else []
-    if not words:
-        raise UsageError(f"there is no turn {number}", "", "/tokens lists them")
+    number, text = (repl.turn(first), text.strip()) if first.isdecimal() else (repl.turn(""), argument)
+    words = repl.conversation.turns[2 * number - 2].text
     if not text and repl.prompt:
-        text = repl.prompt.edit(words[0].text)
-    if text in ("", words[0].text):
+        text = repl.prompt.edit(words)
+    if text in ("", words):
         repl.console.notice("nothing was changed")
         return
     repl.show(lambda *watching: repl.conversation.edit(number, text, repl.sampling, *watching))
@@ -217,13 +212,7 @@ def _rebuild(
     if done:
         repl.open_engine, repl.options = open_engine, options
     seen = conversation.coverage().seen
-    _say_outcome(repl, done, f"{engine.info.model}, {engine.info.method}: {seen:,} tokens read anew")
-
-
-def _say_outcome(repl: Repl, done: bool, notice: str) -> None:
-    if repl.interrupts.leave:
-        raise KeyboardInterrupt
-    repl.console.notice(notice if done else "stopped; everything is as before")
+    repl.outcome(done, f"{engine.info.model}, {engine.info.method}: {seen:,} tokens read anew")
 
 
 def _set(repl: Repl, argument: str) -> None:
@@ -242,7 +231,7 @@ def _tokens(repl: Repl, argument: str) -> None:
     repl.console.say(f"   0  {len(conversation.opening):>9,}  system prompt and documents")
     for number, (user, answer) in enumerate(_exchanges(repl), 1):
         mark = "#" if user.pinned else " "
-        repl.console.say(f"{number:>4}{mark} {len(user.ids) + len(answer.ids):>9,}  {_brief(user.text)}")
+        repl.console.say(f"{number:>4}{mark} {len(user.ids) + len(answer.ids):>9,}  {brief(user.text)}")
 
 
 def _copy(repl: Repl, argument: str) -> None:
@@ -267,7 +256,7 @@ def _multiline(repl: Repl, argument: str) -> None:
 
 
 def _pin(repl: Repl, argument: str) -> None:
-    number, on = _number(repl, argument.removesuffix(" off")), not argument.endswith("off")
+    number, on = repl.turn(argument.removesuffix("off").strip()), not argument.endswith("off")
     held = repl.conversation.pin(number, on)
     what = f"turn {number} is {'pinned' if on else 'no longer pinned'}"
     repl.console.notice(what if held else f"{what} once the conversation is read anew: /method does that")
@@ -277,15 +266,6 @@ def _quit(repl: Repl, argument: str) -> None:
     raise Left
 
 
-def _number(repl: Repl, text: str) -> int:
-    """The number of a turn, the last one by default. Raises UsageError."""
-    if not text or text == "off":
-        return repl.conversation.exchanges
-    if not text.isdecimal():
-        raise UsageError(f"{printable(text)} is no turn's number", "", "/tokens lists them")
-    return int(text)
-
-
 def _exchanges(repl: Repl) -> Iterable[tuple[Turn, Turn]]:
     turns = repl.conversation.turns
     return zip(turns[::2], turns[1::2], strict=True)
@@ -293,11 +273,6 @@ def _exchanges(repl: Repl) -> Iterable[tuple[Turn, Turn]]:
 
 def _turns(count: int) -> str:
     return f"{count:,} turn{'' if count == 1 else 's'}"
-
-
-def _brief(text: str) -> str:
-    """The beginning of a turn on one line."""
-    return printable(textwrap.shorten(text[:200], 60, placeholder=" ..."))
 
 
 def _split(argument: str) -> list[str]:
@@ -311,9 +286,10 @@ def _split(argument: str) -> list[str]:
 _WORDS: dict[str, Callable[[Repl], Iterable[tuple[str, str]]]] = {
     "COMMAND": lambda repl: [(name, command.help) for name, command in COMMANDS.items()],
     "METHOD": lambda repl: [(name, "") for name in METHODS if name != "recall"],
+    "CHAT": chats.known,
     "MODEL": lambda repl: [(entry.name, entry.title) for entry in _models()],
     "SETTING": lambda repl: [(name, str(settings.get(repl, name))) for name in settings.NAMES],
-    "TURN": lambda repl: [(str(n), _brief(user.text)) for n, (user, _) in enumerate(_exchanges(repl), 1)],
+    "TURN": lambda repl: [(str(n), brief(user.text)) for n, (user, _) in enumerate(_exchanges(repl), 1)],
 }
 """What completion offers for what a command takes."""
 
@@ -331,6 +307,12 @@ COMMANDS: dict[str, Command] = {
     "undo": Command("", "take the last turn and its answer back", _undo),
     "retry": Command("", "answer the last turn again", _retry),
     "edit": Command("[TURN [TEXT]]", "change a turn (in $EDITOR) and go on from there", _edit),
+    "branch": Command("[TURN]", "go on in a copy of the chat, from behind a turn", chats.branch),
+    "save": Command("[TITLE]", "name the chat; every turn is kept as it is said", chats.save),
+    "load": Command("CHAT", "go on with another chat", chats.load),
+    "export": Command("FILE", "write the chat to FILE.md or FILE.json", chats.export),
+    "sessions": Command("", "list the chats that are kept", chats.sessions),
+    "search": Command("WORDS", "find turns of any chat by their words", chats.search),
     "file": Command("DOC...", "read files, folders or URLs into the next turn", _file),
     "system": Command("[TEXT|off]", "show or change the system prompt; all is read anew", _system),
     "set": Command("[SETTING [VALUE]]", "show or change how answers are made and shown", _set),

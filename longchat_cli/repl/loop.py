@@ -14,6 +14,7 @@ from longchat_cli import attention
 from longchat_cli.ask import Open
 from longchat_cli.chat import Conversation
 from longchat_cli.documents import Collection
+from longchat_cli.documents.names import printable
 from longchat_cli.engine import Piece, Progress
 from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.repl import bar, commands
@@ -184,6 +185,23 @@ class Repl:
         sys.stdout.flush()
         if count > 0:
             self.speed = count / (time.perf_counter() - begun)
+
+    def outcome(self, done: bool, notice: str) -> None:
+        """Say what became of something that Ctrl-C may stop."""
+        if self.interrupts.leave:
+            raise KeyboardInterrupt
+        self.console.notice(notice if done else "stopped; everything is as before")
+
+    def turn(self, text: str) -> int:
+        """The number of a turn, by default of the last one. Raises UsageError when there is none."""
+        last = self.conversation.exchanges
+        if not text.isdecimal() and text:
+            raise UsageError(f"{printable(text)} is no turn's number", "", "/tokens lists them")
+        number = int(text) if text else last
+        if not 1 <= number <= last:
+            why = f"they are 1 to {last:,}" if last else "nothing was said yet"
+            raise UsageError(f"there is no turn {number or text}".removesuffix(" 0"), why)
+        return number
 
     def pressed(self, notice: str) -> None:
         """Count a Ctrl-C; raises KeyboardInterrupt when it is the second."""
