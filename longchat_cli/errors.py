@@ -59,6 +59,10 @@ class BadInput(LongchatError):
     exit_code = 65
 
 
+class NoText(BadInput):
+    """An input is empty: nothing is lost where there are others."""
+
+
 class MissingInput(LongchatError):
     """An input does not exist or cannot be read (exit 66)."""
 

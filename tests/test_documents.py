@@ -444,3 +444,15 @@ def test_several_names_keep_their_order(tree):
     found = documents.read(["b.txt", "-", "p"], stdin=io.BytesIO(b"piped\n"))
     assert names(found) == ["b.txt", "stdin", "p/a.txt"]
     assert issubclass(MissingInput, LongchatError) and found.documents[1].text == "piped\n"
+
+
+def test_empty_documents_among_others_are_skipped(tree):
+    tree({"empty.txt": b"", "blank.md": " \n\n", "full.txt": "words", "binary.bin": bytes(range(256)) * 9})
+    found = documents.read(["empty.txt", "full.txt", "blank.md"])
+    assert [document.text for document in found.documents] == ["words"]
+    skipped = [(skip.name, skip.reason) for skip in found.skips]
+    assert skipped == [("empty.txt", "empty"), ("blank.md", "only white space")]
+    with pytest.raises(BadInput, match="holds no text"):
+        documents.read(["empty.txt", "blank.md"])
+    with pytest.raises(BadInput, match="not a text file"):  # where something is lost
+        documents.read(["full.txt", "binary.bin"])

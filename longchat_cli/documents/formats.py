@@ -8,7 +8,7 @@ from pathlib import PurePath
 from longchat_cli.documents import text
 from longchat_cli.documents.boilerplate import settle
 from longchat_cli.documents.document import Document
-from longchat_cli.errors import BadInput
+from longchat_cli.errors import BadInput, NoText
 
 READERS = {
     ".pdf": "pdf",
@@ -40,7 +40,7 @@ def parse(name: str, data: bytes, boilerplate: str = "drop", suffix: str = "") -
     Raises BadInput, with one line that says why not.
     """
     if not data:
-        raise BadInput(f"{name} holds no text", "empty")
+        raise NoText(f"{name} holds no text", "empty")
     kind = _kind(name, data, suffix)
     if kind in _UNSUPPORTED:
         what = kind.removeprefix(".").upper()

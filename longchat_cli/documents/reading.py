@@ -14,12 +14,12 @@ from typing import BinaryIO
 from longchat_cli.documents import formats, remote
 from longchat_cli.documents.archive import read_archive
 from longchat_cli.documents.clone import cloned
-from longchat_cli.documents.document import Collection
+from longchat_cli.documents.document import Collection, Skip
 from longchat_cli.documents.folder import read_folder
 from longchat_cli.documents.member import Options
 from longchat_cli.documents.names import printable
 from longchat_cli.documents.remote import is_remote
-from longchat_cli.errors import BadInput, MissingInput, StorageError, UsageError
+from longchat_cli.errors import BadInput, MissingInput, NoText, StorageError, UsageError
 
 _PIPE_PATIENCE = 5.0
 """Seconds to wait for somebody to open the other end of a named pipe."""
@@ -30,14 +30,24 @@ def read(
 ) -> Collection:
     """Read files, folders, archives, URLs and, for the name `-`, standard input, in the order given.
 
-    Raises MissingInput (not there, not permitted), BadInput (empty, binary, damaged, an unsupported format,
-    a device, a folder or archive without text), StorageError (reading failed half way), Unavailable (a URL
-    that does not answer, or offline) and UsageError (`-` without a stdin, or twice; a URL that is not https).
+    An empty one among others is skipped. Raises MissingInput (not there, not permitted), NoText (all are
+    empty), BadInput (binary, damaged, an unsupported format, a device, a folder or archive without text),
+    StorageError (reading failed half way), Unavailable (a URL that does not answer, or offline) and
+    UsageError (`-` without a stdin, or twice; a URL that is not https).
     """
     if list(names).count("-") > 1:
         raise UsageError("'-' is named twice", "standard input can be read once")
     options = options or Options()
-    parts = [_read_one(name, stdin, options) for name in names]
+    parts: list[Collection] = []
+    empty = None
+    for name in names:
+        try:
+            parts.append(_read_one(name, stdin, options))
+        except NoText as error:
+            empty = error
+            parts.append(Collection([], [Skip(printable(name), error.why)]))
+    if empty and not any(part.documents for part in parts):
+        raise empty
     return Collection(
         [document for part in parts for document in part.documents],
         [skip for part in parts for skip in part.skips],

@@ -6,7 +6,7 @@ import re
 
 from longchat_cli.documents.document import Document
 from longchat_cli.documents.encoding import Undecodable, decode
-from longchat_cli.errors import BadInput
+from longchat_cli.errors import BadInput, NoText
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that no text keeps."""
@@ -33,9 +33,9 @@ def decoded(name: str, data: bytes, declared: str = "") -> Document:
 
 
 def require_text(document: Document) -> Document:
-    """The document itself. Raises BadInput when it is blank."""
+    """The document itself. Raises NoText when it is blank."""
     if not document.text.strip():
-        raise BadInput(f"{document.name} holds no text", "only white space")
+        raise NoText(f"{document.name} holds no text", "only white space")
     return document
 
 
