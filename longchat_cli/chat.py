@@ -19,7 +19,7 @@ from longchat_cli.memory import NOTHING, Memory, Recalled, local_encoder
 from longchat_cli.models import catalog
 from longchat_cli.pages import Store
 from longchat_cli.sampling import Sampling
-from longchat_cli.sessions import About, Chat, Session, Turn
+from longchat_cli.sessions import About, Chat, Session, Turn, known_as
 
 Cancel = Callable[[], bool]
 WINDOW = 1020
@@ -83,8 +83,13 @@ class Conversation:
         self.engine, self.system, self.documents = engine, system, documents
         self.session, self.store = session, store
         self.memory = self._memory()
-        self.opening = kept.opening if kept else opening(engine, system, documents)
-        self.turns: list[Turn] = list(kept.turns) if kept else []
+        same = kept is not None and kept.about.fingerprint == engine.info.fingerprint
+        as_kept = same and kept is not None and kept.about.system == system
+        self.opening = kept.opening if kept and as_kept else opening(engine, system, documents)
+        self.turns: list[Turn] = []
+        if kept:
+            self.turns = list(kept.turns) if as_kept else self._rendered(kept.turns, same)
+        self._other = kept is not None and not as_kept  # than what is on disk
         self.reused = 0
         """Tokens that `begin` or `rebuild` found in the store."""
         self._added: list[Document] = []
@@ -109,7 +114,11 @@ class Conversation:
         """Read all that comes before the next words, the turns of a chat that goes on, too; False when
         cancelled. Raises ContextOverflow when the method cannot hold it."""
         self._require_room(self._end, seen=0)
-        return self._read_anew(self.turns, progress, cancel)
+        if not self._read_anew(self.turns, progress, cancel):
+            return False
+        if self._other:
+            self._save(0)
+        return True
 
     def branch(
         self, number: int | None = None, progress: Progress | None = None, cancel: Cancel | None = None
@@ -261,7 +270,7 @@ class Conversation:
                 answer.ids.extend(piece.ids)
                 answer.stop = piece.stop or answer.stop
                 if self.session:
-                    self.session.stream(self._chat())
+                    self.session.stream(self.chat())
                 yield piece
         finally:
             self._save(len(self.turns) - 1)
@@ -320,8 +329,10 @@ class Conversation:
         if self.memory is None:
             return NOTHING
         state, sinks = self.coverage(), self.engine.info.options["sinks"]
-        documents = self.documents if state.recent and sinks < len(self.opening) else ()
-        self.memory.update(documents, self.turns, state.recent, progress, cancel)
+        documents = self.documents if sinks < len(self.opening) else ()
+        if not state.recent:
+            return NOTHING
+        self.memory.update(documents, self.turns, progress, cancel)
         recalled = self.memory.recall(text, self.turns, state.recent, self._end)
         if recalled.passages:
             self.notice(str(recalled))
@@ -384,7 +395,8 @@ class Conversation:
         """Read anew where an interrupt cut through a step and left a token that the transcript lacks."""
         return self.coverage().seen == self._end or self._read_anew(self.turns, progress, cancel)
 
-    def _chat(self) -> Chat:
+    def chat(self) -> Chat:
+        """All that is kept of it."""
         info = self.engine.info
         about = About(lasting(info.model), info.fingerprint, info.method, info.options, self.system)
         return Chat(about, self.opening, self.documents, self.turns)
@@ -392,11 +404,12 @@ class Conversation:
     def _save(self, same: int) -> None:
         """Make what is kept the transcript, the first `same` turns of which are kept already."""
         if self.session and (self.turns or self.session.id is not None):
-            self.session.save(self._chat(), same)
+            self.session.save(self.chat(), same)
 
     def _keep(self) -> None:
         """Keep the state as it is."""
-        if self.session and self.store:
+        if self.session and self.store and self.session.id is not None:
+            self.store.about["documents"] = [known_as(self.session.id)]
             self.engine.keep()
 
     def _mark(self) -> None:

@@ -381,6 +381,11 @@ def _put_documents(database: sqlite3.Connection, id: int, turn: int, documents: 
     database.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)", rows)
 
 
+def known_as(id: int) -> str:
+    """What the pages of a chat's state are of."""
+    return f"chat {id}"
+
+
 def title_of(turns: Sequence[Turn]) -> str:
     """The first words that were said."""
     words = " ".join(turns[0].text[: 10 * TITLE].split()) if turns else ""
@@ -497,7 +502,12 @@ class Session:
     def _write(self, chat: Chat, synchronous: str, patience: float) -> None:
         with _failures(self.sessions.path):
             if self._database is None:
+                first = not self.sessions.path.exists()
                 self._database = self.sessions.connect()
+                if first:
+                    self.console.notice(
+                        f"chats are kept in {self.sessions.path}, for you alone; --no-save keeps nothing"
+                    )
             self._database.execute(f"PRAGMA synchronous = {synchronous}")
             self._database.execute(f"PRAGMA busy_timeout = {int(1000 * patience)}")
             id, lock, title = self.id, self._lock, self.title or title_of(chat.turns)

@@ -26,14 +26,14 @@ LAYERS = [
     {"tokens", "constrain", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
     {"local", "prefix", "recall"},
     {"citations", "sources", "attribution", "whole", "memory"},
-    {"ask", "chat", "sessions", "evaluation", "doctor", "inspection", "estimate", "benchmark"},
+    {"ask", "chat", "exchange", "sessions", "evaluation", "doctor", "inspection", "estimate", "benchmark"},
     {"repl"},
     {"cli", "commands", "__main__"},
 ]
 """Rooms from the bottom up: a room imports its own layer and those below."""
 
 LIGHT = [
-    "errors", "config", "settings", "database", "sessions",
+    "errors", "config", "settings", "database", "sessions", "exchange",
     "constrain", "logs", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",

@@ -18,8 +18,8 @@ from longchat_cli.logs import Entry, Log
 jsonschema = pytest.importorskip("jsonschema", reason="the test extra is not installed")
 
 
-def output(*words: str) -> str:
-    done = CliRunner().invoke(cli, words, catch_exceptions=False)
+def output(*words: str, typed: str = "") -> str:
+    done = CliRunner().invoke(cli, words, input=typed, catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     return done.stdout
 
@@ -152,6 +152,20 @@ def test_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Log(tmp_path / "logs.db").add(Entry("ask", "model", "full", "Who?", "Ahab", "eos", ("moby.txt",)))
     for words in (("list",), ("show",), ("search", "ahab")):
         check(f"logs.{words[0]}", json.loads(output("logs", *words, "--json")))
+
+
+def test_chats(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGCHAT_DATA_DIR", str(tmp_path))
+    for more in ((), ("--resume",), ("--no-save",)):
+        words = ("--model", str(tiny_model()), "--device", "cpu", "--max-tokens", "8", "--json", *more)
+        lines = output("chat", *words, typed="hello river\n\nand you?\n").splitlines()
+        assert len(lines) == 2
+        for line in lines:
+            check("chat", json.loads(line))
+    for words in (("ls",), ("show",), ("search", "river")):
+        found = json.loads(output("sessions", *words, "--json"))
+        check(f"sessions.{words[0]}", found)
+        assert found
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "models": "models:models",
     "eval": "evaluate:evaluate",
     "bench": "bench:bench",
+    "sessions": "sessions:sessions",
     "logs": "logs:logs",
     "config": "config:config",
     "schema": "schema:schema",

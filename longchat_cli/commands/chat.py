@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from longchat_cli.attention import METHODS
-from longchat_cli.commands.context import current_console, engine_opener, read
+from longchat_cli.commands.context import current_console, engine_opener, known_as, read
 from longchat_cli.commands.framework import MethodCommand, command
 from longchat_cli.commands.options import (
     MODEL,
     SAMPLERS,
     Name,
+    cache_size_option,
     complete_files,
     log_option,
     model_options,
     sampling_options,
     take,
 )
+from longchat_cli.commands.sessions import complete_chats, printed
+from longchat_cli.terminal import Console, Interrupts
+
+if TYPE_CHECKING:
+    from longchat_cli.ask import Open
+    from longchat_cli.chat import Conversation
+    from longchat_cli.pages import Store
+    from longchat_cli.sampling import Sampling
+    from longchat_cli.sessions import Session
+
+
+def complete_resume(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The kept chats, and `last`."""
+    last = [CompletionItem("last", help="the latest one")] if "last".startswith(incomplete) else []
+    return last + complete_chats(ctx, param, incomplete)
 
 
 @command("chat", cls=MethodCommand)
 @click.option(
     "--method",
     "-m",
-    type=Name([name for name in METHODS if name != "recall"]),
+    type=Name(METHODS),
     default="sink",
     show_default=True,
     help="Attention method; `longchat methods` explains them.",
@@ -40,6 +62,19 @@ from longchat_cli.commands.options import (
 )
 @click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
 @click.option(
+    "--resume",
+    is_flag=False,
+    flag_value="last",
+    metavar="[ID]",
+    shell_complete=complete_resume,
+    help="Go on with a chat that was kept, the last one by default; `longchat sessions ls` shows them.",
+)
+@click.option("--fork", is_flag=True, help="Go on with a copy of it; the chat itself stays as it is.")
+@click.option("--no-save", is_flag=True, help="Keep neither what is said nor the model's state.")
+@click.option("--no-cache", is_flag=True, help="Keep no state: to go on with the chat all is read again.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object for each turn.")
+@cache_size_option
+@click.option(
     "--keys", type=Name(["emacs", "vi"]), default="emacs", show_default=True, help="How lines are edited."
 )
 @click.option("--plain", is_flag=True, help="Show answers as they are: no colours for their Markdown.")
@@ -51,6 +86,8 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
 
     Text piped in is a turn a line, and the chat ends with it. `--with -` reads a document from standard
     input and the keyboard from the terminal. Ctrl-C stops an answer, twice leaves, Ctrl-D leaves.
+
+    Every turn is on disk before the next one: `--resume` goes on where the last chat ended, however it did.
     """
     from longchat_cli import repl
     from longchat_cli.logs import Entry, Recorder
@@ -58,26 +95,168 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
 
     console = current_console()
     sampling = Sampling(**take(params, SAMPLERS))
-    collection = read(documents, console) if documents else None
     record = Recorder(params["no_log"], console)
+    if params["fork"] and params["resume"] is None:
+        params["resume"] = "last"
 
     def keep(model: str, method: str, question: str, answer: str, stop: str) -> None:
         record(Entry("chat", model, method, question, answer, stop, documents))
 
-    def open_model(name: str) -> Any:
-        return engine_opener({**take(params, MODEL), "model": name}, console)
-
+    bench = _Bench(method, method_options, documents, params, console)
+    conversation, opener, options = bench.load(params["resume"]) if params["resume"] else bench.new()
+    if params["as_json"]:
+        _answer_as_json(conversation, sampling, console, keep)
+        return
     repl.run(
-        engine_opener(take(params, MODEL), console),
-        method=method,
-        options=method_options,
-        system=params["system"],
-        documents=collection.documents if collection else [],
+        conversation,
+        opener,
+        options,
         sampling=sampling,
         console=console,
         keyboard="/dev/tty" if "-" in documents else None,
         record=keep,
-        workbench=repl.Workbench(open_model, lambda names: read(names, console)),
+        workbench=repl.Workbench(bench.opener, lambda names: read(names, console), bench.load),
         keys=params["keys"],
         plain=params["plain"],
     )
+
+
+Made = tuple["Conversation", "Open", dict[str, Any]]
+"""A conversation, what opens its model under other methods, and the options of its method."""
+
+
+class _Bench:
+    """Makes conversations as the command line has it."""
+
+    def __init__(
+        self,
+        method: str,
+        options: Mapping[str, Any],
+        names: tuple[str, ...],
+        params: dict[str, Any],
+        console: Console,
+    ) -> None:
+        self.method, self.options, self.params, self.console = method, dict(options), params, console
+        self.names = names
+        self.documents = read(names, console).documents if names else []
+
+    def opener(self, model: str | None) -> Open:
+        """What opens that model."""
+        return engine_opener({**take(self.params, MODEL), "model": model}, self.console)
+
+    def new(self) -> Made:
+        """A new chat."""
+        from longchat_cli.chat import Conversation, open_pinned
+        from longchat_cli.sessions import Session, Sessions
+
+        opener, system = self.opener(self.params["model"]), self.params["system"]
+        engine = open_pinned(opener, self.method, self.options, system, self.documents)
+        session = None if self.params["no_save"] else Session(Sessions(), self.console)
+        store = self._store(session is not None, engine.info.model, self.method)
+        return Conversation(engine, system, self.documents, session, store), opener, self.options
+
+    def load(self, name: str) -> Made:
+        """The chat of that number, or the `last` one; what the command line names wins over what it is with.
+
+        Raises MissingInput and UsageError.
+        """
+        from longchat_cli.attention import method_class
+        from longchat_cli.chat import Conversation, open_pinned
+        from longchat_cli.sessions import Sessions
+
+        sessions = Sessions()
+        kept = sessions.load(sessions.find(name))
+        about, documents = kept.about, kept.documents
+        trusted = bool(about.fingerprint) and not self._given("model")
+        opener = self.opener(about.model if trusted else self.params["model"])
+        system = self.params["system"] if self._given("system") else about.system
+        method = self.method if self._given("method") else about.method
+        known = {field.name for field in dataclasses.fields(method_class(method))}
+        before = {key: value for key, value in about.options.items() if key in known}
+        options = {**(before if method == about.method else {}), **self.options}
+        if method == about.method and system == about.system:
+            engine = opener(method, options)
+        else:
+            options.pop("sinks", None)
+            engine = open_pinned(opener, method, {**options, **self.options}, system, documents)
+        session = None if self.params["no_save"] else self._session(sessions, kept)
+        store = self._store(session is not None, engine.info.model, method)
+        conversation = Conversation(engine, system, documents, session, store, kept)
+        conversation.add(self.documents)
+        return conversation, opener, options
+
+    def _session(self, sessions: Any, kept: Any) -> Session:
+        """The kept chat itself, or a copy of it: where that is wanted, and where another process has it."""
+        from longchat_cli.sessions import InUse, Session
+
+        if not self.params["fork"]:
+            try:
+                return Session(sessions, self.console, kept)
+            except InUse as error:
+                self.console.warn(f"{error}; this is a copy of it")
+        return Session(sessions, self.console, None, kept.about.id, kept.about.exchanges)
+
+    def _store(self, saved: bool, model: str, method: str) -> Store | None:
+        """Where the state is kept; never of what is not to be kept itself."""
+        from longchat_cli.pages import Store
+
+        if not saved or self.params["no_cache"]:
+            return None
+        names = [known_as(name) for name in self.names] or ["chats"]
+        about = {"documents": names, "model": model, "method": method}
+        return Store(budget=self.params["cache_size"], console=self.console, about=about)
+
+    def _given(self, name: str) -> bool:
+        """Whether the command line says it, and not a file or a variable."""
+        return click.get_current_context().get_parameter_source(name) == ParameterSource.COMMANDLINE
+
+
+def _answer_as_json(
+    conversation: Conversation, sampling: Sampling, console: Console, record: Callable[..., None]
+) -> None:
+    """Each line of standard input that is not blank is a turn. Raises KeyboardInterrupt at Ctrl-C."""
+    interrupts = Interrupts()
+    with interrupts.catching(), console.progress("reading") as bar:
+        if not conversation.begin(bar, interrupts.stopped):
+            raise KeyboardInterrupt
+    if conversation.turns:
+        console.notice(f"reused {conversation.reused:,} of {conversation.coverage().seen:,} tokens")
+    for line in sys.stdin.buffer:
+        if text := line.decode("utf-8", "replace").strip():
+            before, times = conversation.exchanges, [time.perf_counter()]
+            with interrupts.catching(), console.progress("reading") as bar:
+                for _ in conversation.send(text, sampling, bar, interrupts.stopped):
+                    times.append(time.perf_counter())
+            if conversation.exchanges > before:
+                told = _told(conversation, times)
+                click.echo(printed(told))
+                record(told["model"], told["method"], text, told["answer"], told["stop"])
+            if interrupts.stop:
+                raise KeyboardInterrupt
+
+
+def _told(conversation: Conversation, times: Sequence[float]) -> dict[str, Any]:
+    """The last exchange as `chat --json` prints it; `times` are when it was sent and each piece came."""
+    user, answer = conversation.turns[-2:]
+    info, state = conversation.engine.info, conversation.coverage()
+    first, last = times[min(1, len(times) - 1)], times[-1]
+    speed = (len(answer.ids) - 1) / (last - first) if len(answer.ids) > 1 and last > first else 0.0
+    timings = {"prefill_s": first - times[0], "decode_s": last - first, "tokens_per_s": speed}
+    return {
+        "session": conversation.session.id if conversation.session else None,
+        "turn": conversation.exchanges,
+        "user": user.text,
+        "answer": answer.text,
+        "thoughts": answer.thoughts,
+        "stop": answer.stop,
+        "model": info.model,
+        "method": info.method,
+        "usage": {"prompt_tokens": len(user.ids), "answer_tokens": len(answer.ids)},
+        "timings": {name: round(seconds, 4) for name, seconds in timings.items()},
+        "coverage": {
+            "seen": state.seen,
+            "visible": state.visible,
+            "forgotten": state.forgotten,
+            "bytes": state.bytes,
+        },
+    }
