@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from longchat_cli.chat import Conversation
     from longchat_cli.pages import Store
     from longchat_cli.sampling import Sampling
-    from longchat_cli.sessions import Session
+    from longchat_cli.sessions import About, Chat, Session, Sessions
 
 
 def complete_resume(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -103,7 +103,7 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
         record(Entry("chat", model, method, question, answer, stop, documents))
 
     bench = _Bench(method, method_options, documents, params, console)
-    conversation, opener, options = bench.load(params["resume"]) if params["resume"] else bench.new()
+    conversation, opener, options = bench.resume(params["resume"]) if params["resume"] else bench.new()
     if params["as_json"]:
         _answer_as_json(conversation, sampling, console, keep)
         return
@@ -139,10 +139,18 @@ class _Bench:
         self.method, self.options, self.params, self.console = method, dict(options), params, console
         self.names = names
         self.documents = read(names, console).documents if names else []
+        self._openers: dict[str, Open] = {}
 
     def opener(self, model: str | None) -> Open:
-        """What opens that model."""
-        return engine_opener({**take(self.params, MODEL), "model": model}, self.console)
+        """What opens that model, loaded once."""
+        from longchat_cli.chat import lasting
+        from longchat_cli.models import catalog
+
+        name = lasting(model or catalog.default())
+        if name not in self._openers:
+            wanted = {**take(self.params, MODEL), "model": model}
+            self._openers[name] = engine_opener(wanted, self.console)
+        return self._openers[name]
 
     def new(self) -> Made:
         """A new chat."""
@@ -155,41 +163,50 @@ class _Bench:
         store = self._store(session is not None, engine.info.model, self.method)
         return Conversation(engine, system, self.documents, session, store), opener, self.options
 
-    def load(self, name: str) -> Made:
-        """The chat of that number, or the `last` one; what the command line names wins over what it is with.
+    def resume(self, name: str) -> Made:
+        """As `load`; what the command line names wins over what the chat is with."""
+        made = self.load(name, self.params["fork"], *map(self._given, ("model", "method", "system")))
+        made[0].add(self.documents)
+        return made
 
-        Raises MissingInput and UsageError.
-        """
-        from longchat_cli.attention import method_class
+    def load(
+        self, name: str, fork: bool = False, model: bool = False, method: bool = False, system: bool = False
+    ) -> Made:
+        """The chat of that number, or the `last` one, or a copy of it; with what is said here of the model,
+        method and system prompt where these are true. Raises MissingInput and UsageError."""
         from longchat_cli.chat import Conversation, open_pinned
         from longchat_cli.sessions import Sessions
 
         sessions = Sessions()
         kept = sessions.load(sessions.find(name))
         about, documents = kept.about, kept.documents
-        trusted = bool(about.fingerprint) and not self._given("model")
-        opener = self.opener(about.model if trusted else self.params["model"])
-        system = self.params["system"] if self._given("system") else about.system
-        method = self.method if self._given("method") else about.method
-        known = {field.name for field in dataclasses.fields(method_class(method))}
-        before = {key: value for key, value in about.options.items() if key in known}
-        options = {**(before if method == about.method else {}), **self.options}
-        if method == about.method and system == about.system:
-            engine = opener(method, options)
+        hearsay = model or not about.fingerprint
+        opener = self.opener(self.params["model"] if hearsay else about.model)
+        prompt = self.params["system"] if system else about.system
+        options = self._options(about, self.method if method else about.method)
+        if method or system or hearsay:
+            options = {key: value for key, value in options.items() if key != "sinks"} | self.options
+            engine = open_pinned(opener, self.method if method else about.method, options, prompt, documents)
         else:
-            options.pop("sinks", None)
-            engine = open_pinned(opener, method, {**options, **self.options}, system, documents)
-        session = None if self.params["no_save"] else self._session(sessions, kept)
-        store = self._store(session is not None, engine.info.model, method)
-        conversation = Conversation(engine, system, documents, session, store, kept)
-        conversation.add(self.documents)
-        return conversation, opener, options
+            engine = opener(about.method, options)
+        session = None if self.params["no_save"] else self._session(sessions, kept, fork)
+        store = self._store(session is not None, engine.info.model, engine.info.method)
+        return Conversation(engine, prompt, documents, session, store, kept), opener, options
 
-    def _session(self, sessions: Any, kept: Any) -> Session:
+    def _options(self, about: About, method: str) -> dict[str, Any]:
+        """Those of a chat that the method still has, and those of the command line."""
+        from longchat_cli.attention import method_class
+
+        if method != about.method:
+            return dict(self.options)
+        known = {field.name for field in dataclasses.fields(method_class(method))}
+        return {key: value for key, value in about.options.items() if key in known} | self.options
+
+    def _session(self, sessions: Sessions, kept: Chat, fork: bool) -> Session:
         """The kept chat itself, or a copy of it: where that is wanted, and where another process has it."""
         from longchat_cli.sessions import InUse, Session
 
-        if not self.params["fork"]:
+        if not fork:
             try:
                 return Session(sessions, self.console, kept)
             except InUse as error:
