@@ -1,11 +1,12 @@
 """What a chat remembers beyond its cache: forgotten turns are found by what is asked, and read again.
 
-Turns that the method no longer sees are indexed as text, each once. What fits the user's next words best,
-above an absolute threshold, is put in front of them: read once, like everything else, and forgotten in turn.
+Turns are indexed as text, each once. What the method no longer sees and fits the user's next words better
+than all that it sees, and well enough, is put in front of them: read once, and forgotten in turn.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from longchat_cli.prompt import Message, Text
 
 THRESHOLD = 0.5
 """Least score of a passage: cosine + 0.5 x lexical^2, as `recall.find` fuses them."""
-PASSAGES = 2
+PASSAGES = 1
 """Passages read again for one turn, where the method's options name no number."""
 BUDGET = 192
 """Tokens of passages for one turn at most."""
@@ -26,7 +27,7 @@ ASKED = 400
 
 
 class Said(Protocol):
-    """A turn of a conversation, as `chat.Turn`."""
+    """A turn of a conversation, as `chat.Turn`: at the stream positions [start, end)."""
 
     role: str
     text: str
@@ -34,14 +35,22 @@ class Said(Protocol):
     pinned: bool
     documents: tuple[Document, ...]
 
+    @property
+    def end(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Entry:
-    """A forgotten text: `name` says who said it, `turn` in which exchange (0: before the first)."""
+    """A text that was said: `name` says by whom, `index` in which turn; -1: before the first."""
 
     name: str
     text: str
-    turn: int
+    index: int
+
+    @property
+    def exchange(self) -> int:
+        """The number of its exchange, from 1."""
+        return self.index // 2 + 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Recalled:
     tokens: int = 0
 
     def __str__(self) -> str:
-        turns = sorted({passage.entry.turn for passage in self.passages})
+        turns = sorted({passage.entry.exchange for passage in self.passages})
         count, named = len(self.passages), " and ".join(str(turn) for turn in turns)
         passages = f"{count} passage{'s' if count > 1 else ''}, {self.tokens:,} tokens"
         return f"recalled {passages}, from turn{'s' if len(turns) > 1 else ''} {named}"
@@ -91,10 +100,10 @@ NOTHING = Recalled()
 
 
 class Memory:
-    """The forgotten turns of one conversation.
+    """All that was said in one conversation, indexed turn by turn; what is visible need not be read again.
 
-    `engine` has the model's tokenizer. `encoder` is asked for the sentence encoder when the first turn is
-    forgotten; where it gives none, words alone serve. `find` and `passages` are the options of `recall`.
+    `engine` has the model's tokenizer. `encoder` is asked for the sentence encoder when something is first
+    forgotten; where it gives none, words alone serve. `find` and `passages` are options of `recall`.
     """
 
     def __init__(
@@ -110,15 +119,14 @@ class Memory:
         self,
         documents: Sequence[Document],
         turns: Sequence[Said],
-        recent: int,
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
     ) -> None:
-        """Index what was forgotten: `documents`, and those of `turns` that begin before `recent`.
+        """Index what is new: `documents` from before the first turn, and `turns`.
 
-        Cancelled, it goes on from there the next time.
+        Turns that were taken back are forgotten for good. Cancelled, it goes on from there the next time.
         """
-        wanted = list(_forgotten(documents, turns, recent))
+        wanted = list(_entries(documents, turns))
         same = next((i for i, (a, b) in enumerate(zip(self.entries, wanted, strict=False)) if a != b), None)
         held = min(len(self.entries), len(wanted)) if same is None else same
         if held < len(self.entries):
@@ -139,13 +147,13 @@ class Memory:
     def recall(self, text: str, turns: Sequence[Said], recent: int, at: int) -> Recalled:
         """What to read again for a user's `text` that will be read from the stream position `at` on.
 
-        What is pinned is left out, and what was read again and is still visible.
+        Forgotten passages that fit better than all that is visible: from `recent` on, pinned, or read again.
         """
         if not self.entries:
             return NOTHING
         self._read = {place: (where, n) for place, (where, n) in self._read.items() if recent <= where < at}
-        ranked = self._finder.rank(asked(text), 4 * self.passages, self.find)
-        good = [found for found in ranked if found.score >= THRESHOLD and not self._visible(found, turns)]
+        ranked = self._finder.rank(asked(text), self.passages, self.find)
+        good = list(itertools.takewhile(lambda found: self._wanted(found, turns, recent), ranked))
         if not good:
             return NOTHING
         from longchat_cli.recall.passages import ReadingPlan, choose
@@ -161,13 +169,19 @@ class Memory:
         """Tokens that were read again and are still visible."""
         return sum(tokens for where, tokens in self._read.values() if where >= recent)
 
-    def _visible(self, found: Any, turns: Sequence[Said]) -> bool:
-        number = self.entries[found.document].turn
-        pinned = number > 0 and turns[2 * number - 2].pinned
-        return pinned or any(
+    def _wanted(self, found: Any, turns: Sequence[Said], recent: int) -> bool:
+        entry = self.entries[found.document]
+        if found.score < THRESHOLD or any(
             document == found.document and begin < found.end and found.begin < end
             for document, begin, end in self._read
-        )
+        ):
+            return False
+        if entry.index < 0:
+            return True
+        turn = turns[entry.index]
+        # Where in the turn's tokens a passage ends is not known, but about.
+        end = turn.start + (turn.end - turn.start) * found.end / max(len(entry.text), 1)
+        return end < recent and not turn.pinned
 
     def _passage(self, found: Any) -> Passage:
         entry = self.entries[found.document]
@@ -179,20 +193,18 @@ def asked(text: str) -> str:
     """Of a long message its last sentences: what is asked stands there."""
     if len(text) <= ASKED:
         return text
+    text = text.rstrip().rpartition("\n\n")[2]
     from longchat_cli.recall.passages import split_sentences
 
     begins = [begin for begin, _ in split_sentences(text)[0].tolist()]
     return text[next((b for b in begins if b >= len(text) - ASKED), -ASKED) :]
 
 
-def _forgotten(documents: Sequence[Document], turns: Sequence[Said], recent: int) -> Iterator[Entry]:
-    yield from (Entry(document.name, document.text, 0) for document in documents)
+def _entries(documents: Sequence[Document], turns: Sequence[Said]) -> Iterator[Entry]:
+    yield from (Entry(document.name, document.text, -1) for document in documents)
     for index, turn in enumerate(turns):
-        if turn.start >= recent:
-            return
-        number = index // 2 + 1
-        yield from (Entry(document.name, document.text, number) for document in turn.documents)
-        yield Entry(f"the {turn.role}", turn.text, number)
+        yield from (Entry(document.name, document.text, index) for document in turn.documents)
+        yield Entry(f"the {turn.role}", turn.text, index)
 
 
 def local_encoder(notify: Callable[[str], None]) -> Callable[[], Any]:

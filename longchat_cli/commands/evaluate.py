@@ -48,7 +48,7 @@ from longchat_cli.terminal import Console, Interrupts
     "-o",
     metavar="FILE",
     shell_complete=complete_files,
-    help="Keep measurements in FILE; a rerun goes on from there (finders).",
+    help="Keep measurements in FILE; a rerun goes on from there (finders, streameval, conversation).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Every sample and the totals, as JSON.")
 @model_options
@@ -67,6 +67,9 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     naturalqa   natural questions, passages planted in a book (--data)
     perplexity  perplexity by position of a book (--data)
     stream      step time and bytes held along one stream
+    streameval  a chat of lines without end, asked for lines further and further back
+    streameval-register  the same with LongEval's numbered lines
+    conversation  two-turn prompts (--data FILE) in one conversation, beside fresh chats
     finders     ways to find side by side, by length: words, meaning, attention, all (--data)
     repository  where names of Python code are defined, what they return (--data FOLDER)
     book        facts in a whole book (--data): read once, a process for each question

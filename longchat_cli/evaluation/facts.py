@@ -157,6 +157,11 @@ def _number(key: str, value: str) -> Fact:
     )
 
 
+def keys(size: int, rng: random.Random) -> list[str]:
+    """Different keys for magic numbers."""
+    return _keys(_KEYS, size, rng)
+
+
 def _keys(words: list[str], size: int, rng: random.Random) -> list[str]:
     """Different keys: single words, and pairs of them when more are needed."""
     if size <= len(words):

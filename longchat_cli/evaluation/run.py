@@ -11,11 +11,14 @@ from typing import Any
 
 from longchat_cli.engine import Engine
 from longchat_cli.errors import BadInput, LongchatError, UsageError
+from longchat_cli.evaluation import conversation as talking
 from longchat_cli.evaluation import facts, finders, lines, naturalqa
+from longchat_cli.evaluation import streameval as streaming
 from longchat_cli.evaluation.book import book
 from longchat_cli.evaluation.cases import Case, Generator, Query, Setting
 from longchat_cli.evaluation.citing import citing
 from longchat_cli.evaluation.haystack import Count, load_text
+from longchat_cli.evaluation.journal import Journal
 from longchat_cli.evaluation.perplexity import Forward, by_position, losses
 from longchat_cli.evaluation.repository import Find, repository
 from longchat_cli.evaluation.score import grade, interval, rank
@@ -40,7 +43,7 @@ class Subject:
     """What is evaluated. Question tasks need `answer(document, questions)`, one reading and an answer each;
     `perplexity` needs `encode` and `forward`, which gives a decoder with an empty state; `stream` needs
     `engine` and `encode`, `repository` needs `find`, `finders` needs `search`, `book` the
-    `options` of the commands that it runs."""
+    `options` of the commands that it runs, tasks of a chat `talk`."""
 
     count: Count
     answer: Callable[[str, Sequence[str]], Sequence[Answer]] | None = None
@@ -50,12 +53,13 @@ class Subject:
     find: Find | None = None
     search: Callable[[], finders.Searcher] | None = None
     options: Sequence[str] = ()
+    talk: talking.Bench | None = None
 
 
 @dataclass(frozen=True)
 class Options:
     """How much of a task: `n` questions at each of `lengths` (tokens), `per_text` of them over one text (the
-    task's own number by default), texts and records from `data`; `output` keeps what `finders` measures."""
+    task's own number by default), texts and records from `data`; `output` keeps what some tasks measure."""
 
     lengths: tuple[int, ...] = (2000,)
     n: int = 20
@@ -215,6 +219,32 @@ def _book(subject: Subject, options: Options, progress: Progress) -> dict[str, A
     return book(options.n, options.seed, options.data, subject.options, progress)
 
 
+def _streameval(wording: str) -> Callable[[Subject, Options, Progress], dict[str, Any]]:
+    def work(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+        bench, about = _bench(subject, options)
+        plan = streaming.Plan(options.lengths[0], options.n, options.seed, wording, bench.sampling)
+        shared = {"tokens": plan.tokens, "n": plan.own, "seed": plan.seed, "wording": wording}
+        journal = Journal(options.output, {"task": "streameval", **shared, **about})
+        return streaming.streameval(bench.converse, plan, journal, progress)
+
+    return work
+
+
+def _conversation(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
+    bench, about = _bench(subject, options)
+    journal = Journal(options.output, {"task": "conversation", **about})
+    return talking.conversation(bench, options.data, journal, progress)
+
+
+def _bench(subject: Subject, options: Options) -> tuple[talking.Bench, dict[str, Any]]:
+    """What chats are held with, and what all measurements of it share."""
+    assert subject.talk is not None and subject.engine is not None, "this task needs a subject that talks"
+    info = subject.engine.info
+    about = {"model": info.model, "fingerprint": info.fingerprint, "dtype": info.dtype}
+    most, data = subject.talk.sampling.max_tokens, [path.name for path in options.data]
+    return subject.talk, {**about, "max_tokens": most, "data": data}
+
+
 def _repository(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
     assert subject.find is not None, "this task needs a subject that finds"
     return repository(options.n, options.seed, options.data, subject.find)
@@ -233,6 +263,17 @@ TASKS: dict[str, Task] = {
     "perplexity": Task("perplexity by position of a book (--data)", _perplexity),
     "stream": Task("step time and bytes held along one stream", _stream),
     "repository": Task("where names of a repository are defined, what they return (--data)", _repository),
+    "streameval": Task(
+        "a chat of lines without end, asked for lines further and further back",
+        _streameval("magic"),
+        show=streaming.show,
+    ),
+    "streameval-register": Task(
+        "the same with LongEval's numbered lines", _streameval("register"), show=streaming.show
+    ),
+    "conversation": Task(
+        "two-turn prompts (--data) in one conversation, beside fresh chats", _conversation, show=talking.show
+    ),
     "finders": Task("ways to find side by side, by length (--data)", _finders, show=finders.show),
     "book": Task(
         "facts in a whole book (--data), each asked in a process of its own", _book, needs_model=False

@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from longchat_cli import ask
+from longchat_cli.attention.full import Full
 from longchat_cli.attention.layer import Method
+from longchat_cli.chat import Conversation, open_conversation
 from longchat_cli.documents import Collection, Document
 from longchat_cli.engine import Engine
+from longchat_cli.evaluation.conversation import Bench
 from longchat_cli.evaluation.finders import RANKED, READ
 from longchat_cli.evaluation.perplexity import Forward
 from longchat_cli.evaluation.repository import Place
@@ -110,8 +113,7 @@ def subject(
             answers.append(Answer(got.answer, _ranked(finders, document, got.question), got.coverage))
         return answers
 
-    def forward() -> Forward:
-        method: Method = engine.method
+    def forward(method: Method = engine.method) -> Forward:
         cache = engine.decoder.new_cache(method)
 
         def step(ids: Sequence[int]) -> Any:
@@ -130,7 +132,14 @@ def subject(
     def search() -> Searcher:
         return Searcher(open_engine, request, console, interrupts)
 
-    return Subject(engine.count, answer, engine.tokenizer.encode, forward, engine, find, search)
+    def converse(method: str | None) -> Conversation:
+        name, options = request.opened() if method is None else (method, {})
+        chat = open_conversation(open_engine, name, options)
+        chat.open()
+        return chat
+
+    talk = Bench(converse, lambda: forward(Full()), request.sampling)
+    return Subject(engine.count, answer, engine.tokenizer.encode, forward, engine, find, search, talk=talk)
 
 
 def _read_first(finder: Any, question: str) -> list[Any]:

@@ -14,9 +14,14 @@ from longchat_cli.recall.kept import NOTHING, OffsetTokenizer, SentenceEncoder, 
 from longchat_cli.recall.lexical import BM25, K1, B, Lexical, parts, words
 from longchat_cli.recall.passages import Outline
 
+_ASKS = ("?", "？", "؟")
+
 
 class GrowingFinder(Finder):
-    """A `Finder` to which documents are added behind the others, and from which the last are taken back."""
+    """A `Finder` to which documents are added behind the others, and from which the last are taken back.
+
+    A question is no evidence for another: sentences that ask are read beside others, and never found.
+    """
 
     def __init__(self, tokenizer: OffsetTokenizer, encoder: SentenceEncoder | None = None) -> None:
         self.outlines: list[Outline] = []
@@ -38,9 +43,10 @@ class GrowingFinder(Finder):
         blocks = range(len(firsts))
         self._firsts = np.concatenate([self._firsts, self._lexical.sentences + firsts])
         self._places += [(len(self.outlines), block) for block in blocks]
-        self._lexical.add(sentences, np.diff(outline.blocks))
+        told = np.array([not sentence.rstrip("\"'”’»)").endswith(_ASKS) for sentence in sentences])
+        self._lexical.add(sentences, np.diff(outline.blocks), told)
         if self._semantic:
-            self._semantic.add(sentences)
+            self._semantic.add(sentences, told)
         self.outlines.append(outline)
 
     def keep(self, count: int) -> None:
@@ -59,7 +65,7 @@ class GrowingLexical(Lexical):
     """`Lexical` of blocks that are added."""
 
     def __init__(self) -> None:
-        self._spans = NOTHING
+        self._spans, self._told = NOTHING, NOTHING
         self._blocks: GrowingBM25 = GrowingBM25()
         self._sentences: GrowingBM25 = GrowingBM25()
 
@@ -68,18 +74,25 @@ class GrowingLexical(Lexical):
         """How many there are."""
         return self._sentences.size
 
-    def add(self, sentences: Sequence[str], spans: np.ndarray) -> None:
-        """More `sentences`; `spans` int64 [blocks] of them are in each of their blocks."""
+    def add(self, sentences: Sequence[str], spans: np.ndarray, told: np.ndarray) -> None:
+        """More `sentences`; `spans` int64 [blocks] of them are in each of their blocks.
+
+        Where `told`, bool [sentences], is false the score is 0.
+        """
         self._spans = np.concatenate([self._spans, spans])
+        self._told = np.concatenate([self._told, told])
         ends = np.cumsum(spans).tolist()
         self._blocks.add(" ".join(sentences[i:j]) for i, j in zip([0, *ends], ends, strict=False))
         self._sentences.add(sentences)
 
     def keep(self, sentences: int, blocks: int) -> None:
         """Only the first ones."""
-        self._spans = self._spans[:blocks]
+        self._spans, self._told = self._spans[:blocks], self._told[:sentences]
         self._blocks.keep(blocks)
         self._sentences.keep(sentences)
+
+    def score(self, question: str) -> np.ndarray:
+        return super().score(question) * self._told.astype(np.float32)
 
 
 class GrowingBM25(BM25):
@@ -128,14 +141,15 @@ class GrowingSemantic:
         self.size = 0
         self._vectors = np.zeros((64, encoder.width), dtype=np.float16)
 
-    def add(self, sentences: Sequence[str]) -> None:
+    def add(self, sentences: Sequence[str], told: np.ndarray) -> None:
+        """As `GrowingLexical.add`."""
         if not sentences:
             return
         end = self.size + len(sentences)
         if end > len(self._vectors):
             more = np.zeros((2 * end - len(self._vectors), self.encoder.width), dtype=np.float16)
             self._vectors = np.concatenate([self._vectors, more])
-        self._vectors[self.size : end] = self.encoder.encode(sentences)
+        self._vectors[self.size : end] = self.encoder.encode(sentences) * told[:, None]
         self.size = end
 
     def score(self, question: str) -> np.ndarray:

@@ -1,0 +1,174 @@
+"""Does a conversation without end stay as good as a fresh one?
+
+Prompts of two turns (MT-bench: Zheng et al., NeurIPS 2023) are put one after the other to one conversation.
+Each answer is compared with the one that a chat of these two turns alone gets: how much it repeats, and its
+perplexity where only these turns are seen, with full attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longchat_cli.chat import Conversation
+from longchat_cli.errors import UsageError
+from longchat_cli.evaluation.haystack import load_records
+from longchat_cli.evaluation.journal import Journal, Row
+from longchat_cli.evaluation.perplexity import Forward, losses
+from longchat_cli.prompt import Message
+from longchat_cli.sampling import Sampling
+from longchat_cli.terminal_text import table
+
+GRAM = 4
+"""Tokens of a phrase, when repetition is counted."""
+PARTS = 4
+"""The conversation is looked at in so many parts."""
+FRESH = "fresh chats"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is needed of a model: `converse` opens a conversation under a method (None: the one evaluated),
+    `forward` gives the decoder with full attention and an empty state, `sampling` is how it answers."""
+
+    converse: Callable[[str | None], Conversation]
+    forward: Callable[[], Forward]
+    sampling: Sampling
+
+
+def conversation(
+    bench: Bench, data: Sequence[Path], journal: Journal, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """{"samples": [...], "totals": [...]}: a sample is an answer, a total a part of the conversation.
+
+    What `journal` has is not asked again; a conversation that was broken off begins anew. Raises UsageError
+    without prompts.
+    """
+    prompts = [record["turns"] for record in load_records(data, "turns")]
+    if not prompts:
+        raise UsageError(
+            "conversation needs prompts", "", 'name a file of {"turns": [...]} lines with --data'
+        )
+    total = 2 * sum(map(len, prompts))
+    done = len(journal.where(method=FRESH))
+    for number, turns in enumerate(prompts):
+        if not journal.where(method=FRESH, number=number):
+            chat = bench.converse("full")
+            for row in _answers(bench, chat, turns):
+                journal.add({"method": FRESH, "number": number, **row})
+                done += 1
+                progress(done, total)
+    chat = bench.converse(None)
+    method = _named(chat)
+    if len(journal.where(method=method)) < total // 2:
+        rows = []
+        for number, turns in enumerate(prompts):
+            rows += [{"number": number, **row} for row in _answers(bench, chat, turns)]
+            progress(total // 2 + len(rows), total)
+        for row in rows:
+            journal.add({"method": method, **row})
+    return {"samples": journal.rows, "totals": totals(journal.rows)}
+
+
+def _named(chat: Conversation) -> str:
+    info = chat.engine.info
+    shown = {name: info.options[name] for name in ("window", "evict") if name in info.options}
+    return " ".join([info.method, *(f"{name}={value}" for name, value in shown.items())])
+
+
+def _answers(bench: Bench, chat: Conversation, turns: Sequence[str]) -> list[Row]:
+    """An answer to each of `turns`, judged where only these are seen."""
+    told: list[str] = []
+    chat.notice = told.append
+    rows: list[Row] = []
+    seen: list[int] = []
+    places = []
+    for place, text in enumerate(turns):
+        list(chat.send(text, bench.sampling))
+        user, answer = Message.of("user", text), chat.turns[-1]
+        prompt = chat.engine.render_turn(user) if place else chat.engine.render([user])
+        seen += prompt.ids
+        places.append((len(seen), len(seen) + len(answer.ids)))
+        seen += answer.ids
+        state = chat.coverage()
+        rows.append(
+            {
+                "place": place,
+                "tokens": len(answer.ids),
+                "stop": answer.stop,
+                "repeated": round(repeated(answer.ids), 4),
+                "seen": state.seen,
+                "bytes": state.bytes,
+                "recalled": len(told),
+                "answer": answer.text,
+            }
+        )
+        told.clear()
+    values = [loss for part in losses(bench.forward(), seen) for loss in part]  # of all tokens but the first
+    for row, (begin, end) in zip(rows, places, strict=True):
+        row["loss"] = round(math.fsum(values[begin - 1 : end - 1]), 4)
+    return rows
+
+
+def repeated(ids: Sequence[int]) -> float:
+    """The share of phrases of GRAM tokens that occurred before in the same answer."""
+    grams = [tuple(ids[i : i + GRAM]) for i in range(len(ids) - GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def totals(rows: Sequence[Row]) -> list[Row]:
+    """For each method and part of the conversation: repetition and perplexity, theirs and of fresh chats."""
+    made = []
+    fresh = {(row["number"], row["place"]): row for row in rows if row["method"] == FRESH}
+    for method in dict.fromkeys(row["method"] for row in rows if row["method"] != FRESH):
+        of = [row for row in rows if row["method"] == method]
+        size = -(-len(of) // PARTS)
+        for part in range(0, len(of), size):
+            mine = of[part : part + size]
+            theirs = [fresh[row["number"], row["place"]] for row in mine]
+            made.append(
+                {
+                    "method": method,
+                    "part": part // size + 1,
+                    "answers": len(mine),
+                    "seen": mine[-1]["seen"],
+                    "bytes": mine[-1]["bytes"],
+                    "recalled": sum(row["recalled"] for row in mine),
+                    "repeated": _mean(row["repeated"] for row in mine),
+                    "repeated_fresh": _mean(row["repeated"] for row in theirs),
+                    "perplexity": _perplexity(mine),
+                    "perplexity_fresh": _perplexity(theirs),
+                }
+            )
+    return made
+
+
+def _mean(values: Any) -> float:
+    values = list(values)
+    return math.fsum(values) / max(len(values), 1)
+
+
+def _perplexity(rows: Sequence[Row]) -> float:
+    return math.exp(math.fsum(row["loss"] for row in rows) / max(sum(row["tokens"] for row in rows), 1))
+
+
+def show(result: dict[str, Any]) -> str:
+    """A line for each part of each conversation."""
+    header = ["method, part", "tokens seen", "repeated", "fresh", "perplexity", "fresh", "recalled", "MB"]
+    rows = [
+        [
+            f"{t['method']}, {t['part']}",
+            f"{t['seen']:,}",
+            f"{t['repeated']:.1%}",
+            f"{t['repeated_fresh']:.1%}",
+            f"{t['perplexity']:.3f}",
+            f"{t['perplexity_fresh']:.3f}",
+            str(t["recalled"]),
+            f"{t['bytes'] / 1e6:.1f}",
+        ]
+        for t in result["totals"]
+    ]
+    return table(header, rows)

@@ -1,0 +1,244 @@
+"""StreamEval (Xiao et al., ICLR 2024, section 4.4): lines without end, and questions about one far back.
+
+One conversation, one state: the user tells ten lines a turn and then asks for the value of the line that is
+so many lines back. What the model can do at all is measured first, with full attention inside its window.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longchat_cli.chat import Conversation
+from longchat_cli.evaluation import facts
+from longchat_cli.evaluation.journal import Journal, Row
+from longchat_cli.evaluation.score import contains
+from longchat_cli.evaluation.stream import timed
+from longchat_cli.sampling import Sampling
+from longchat_cli.terminal_text import table
+
+LINES = 10
+"""Lines that are told in a turn; then one is asked for."""
+DISTANCES = (20, 50, 100, 200, 300, 500, 1000, 2000)
+OWN = 300
+"""Most lines back where the model itself is measured, as far as they fit its window."""
+OWN_METHOD = "full"
+TOLD = Sampling(max_tokens=1)
+"""What is answered to lines, and is not looked at."""
+
+ANSWER = Sampling(max_tokens=24)
+
+Converse = Callable[[str | None], Conversation]
+"""A conversation, opened, under the method named; None: under the one that is evaluated."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a line, and a question about one, are put. Placeholders: {key} and {value}."""
+
+    line: str
+    question: str
+    numbered: bool = False
+
+    def lines(self, size: int, rng: random.Random) -> list[tuple[str, str, str]]:
+        """`size` different lines: text, question, value."""
+        if self.numbered:
+            keys = [str(number) for number in range(1, size + 1)]
+            values = [str(rng.randint(1, 50_000)) for _ in keys]
+        else:
+            keys = facts.keys(size, rng)
+            values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), size)]
+        return [
+            (self.line.format(key=k, value=v), self.question.format(key=k), v)
+            for k, v in zip(keys, values, strict=True)
+        ]
+
+
+WORDINGS = {
+    "magic": Wording(
+        "The special magic number for {key} is: {value}.", "What is the special magic number for {key}?"
+    ),
+    "register": Wording(
+        "line {key}: REGISTER_CONTENT is <{value}>",
+        "What is the <REGISTER_CONTENT> in line {key}? I need the number.",
+        numbered=True,
+    ),
+}
+"""RULER's words with keys of their own, and LongEval's numbered lines, at which the smallest models fail."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A stream of `tokens` in this `wording`; `own` questions at each distance measure the model itself."""
+
+    tokens: int = 100_000
+    own: int = 20
+    seed: int = 0
+    wording: str = "magic"
+    answer: Sampling = ANSWER
+
+
+def streameval(
+    converse: Converse, plan: Plan, journal: Journal, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """{"samples": [...], "totals": [...]}: the model's own score by distance, then the method's.
+
+    A stream that `journal` has whole is not read again.
+    """
+    if plan.own and not journal.where(kind="own"):
+        journal.add({"kind": "own", "answers": list(_own(converse, plan))})
+    chat = converse(None)
+    method = _named(chat)
+    if not journal.where(kind="stream", method=method):
+        journal.add({"kind": "stream", "method": method, **_stream(chat, plan, progress)})
+    return {"samples": journal.rows, "totals": totals(journal.rows)}
+
+
+def _named(chat: Conversation) -> str:
+    info = chat.engine.info
+    shown = {name: info.options[name] for name in ("sinks", "window", "evict") if name in info.options}
+    return " ".join([info.method, *(f"{name}={value}" for name, value in shown.items())])
+
+
+def _own(converse: Converse, plan: Plan) -> Iterator[Row]:
+    """Answers under full attention: lines are told until the window is full, then the state serves all."""
+    chat = converse(OWN_METHOD)
+    rng = random.Random(f"{plan.seed}/own")
+    lines = WORDINGS[plan.wording].lines(OWN + LINES, rng)
+    room = chat.engine.info.window - 256
+    told = 0
+    while told < len(lines):
+        text = "\n".join(line for line, _, _ in lines[told : told + LINES])
+        if chat.coverage().seen + chat.engine.count(text) + 32 > room:
+            break
+        _say(chat, text, TOLD)
+        told += LINES
+    mark, turns = chat.engine.snapshot(), list(chat.turns)
+    for distance in (d for d in DISTANCES if d <= min(OWN, told - LINES)):
+        for _ in range(plan.own):
+            # Not always the same line: others near it do as well.
+            at = told - distance - rng.randrange(LINES)
+            row = _ask(chat, lines[at], plan)
+            yield {"distance": distance, **row}
+            chat.engine.restore(mark)
+            chat.turns = list(turns)
+
+
+def _stream(chat: Conversation, plan: Plan, progress: Callable[[int, int], None]) -> Row:
+    rng = random.Random(f"{plan.seed}/stream")
+    size = max(plan.tokens // 10, 2 * LINES)  # no line is shorter
+    lines = WORDINGS[plan.wording].lines(size, rng)
+    told, answers = 0, list[Row]()
+    starts: list[int] = []  # of each line in the stream, as its turn has it
+    marks: dict[int, Any] = {}
+    asked = dict.fromkeys(DISTANCES, 0)
+    while (seen := chat.coverage().seen) < plan.tokens:
+        progress(seen, plan.tokens)
+        starts += [seen] * LINES
+        _say(chat, "\n".join(line for line, _, _ in lines[told : told + LINES]), TOLD)
+        told += LINES
+        possible = [distance for distance in DISTANCES if distance + LINES <= told]
+        if not possible:
+            continue
+        distance = min(possible, key=lambda d: asked[d])
+        asked[distance] += 1
+        at = told - distance - rng.randrange(LINES)
+        back = chat.coverage().seen - starts[at]
+        answers.append({"distance": distance, "back": back, **_ask(chat, lines[at], plan)})
+        if seen >= plan.tokens * (len(marks) + 1) / 10:
+            marks[chat.coverage().seen] = chat.engine.snapshot()
+    progress(plan.tokens, plan.tokens)
+    state = chat.coverage()
+    return {
+        "answers": answers,
+        "tokens": state.seen,
+        "lines": told,
+        "visible": state.visible,
+        "bytes": state.bytes,
+        "steps": timed(chat.engine, marks),
+    }
+
+
+def _say(chat: Conversation, text: str, sampling: Sampling) -> tuple[str, int]:
+    pieces = list(chat.send(text, sampling))
+    return "".join(piece.text for piece in pieces), sum(len(piece.ids) for piece in pieces)
+
+
+def _ask(chat: Conversation, line: tuple[str, str, str], plan: Plan) -> Row:
+    told: list[str] = []
+    chat.notice = told.append
+    begun = time.perf_counter()
+    _, question, value = line
+    answer, _ = _say(chat, question, plan.answer)
+    return {
+        "correct": contains(answer, [value]),
+        "seconds": round(time.perf_counter() - begun, 3),
+        "question": question,
+        "reference": value,
+        "answer": answer,
+        "recalled": told,
+    }
+
+
+def totals(rows: Sequence[Row]) -> list[Row]:
+    """A row for each method and distance; `share` is of the model's own mean score."""
+    own = [answer for row in rows if row["kind"] == "own" for answer in row["answers"]]
+    score = _score(own) if own else None
+    made = [_total("the model itself", d, of, None) for d, of in _by_distance(own)]
+    for row in rows:
+        if row["kind"] == "stream":
+            made += [_total(row["method"], d, of, score, row) for d, of in _by_distance(row["answers"])]
+    return made
+
+
+def _by_distance(answers: Sequence[Row]) -> Iterator[tuple[int, list[Row]]]:
+    for distance in sorted({answer["distance"] for answer in answers}):
+        yield distance, [answer for answer in answers if answer["distance"] == distance]
+
+
+def _score(answers: Sequence[Row]) -> float:
+    return sum(answer["correct"] for answer in answers) / len(answers)
+
+
+def _total(
+    method: str, distance: int, answers: Sequence[Row], own: float | None, row: Row | None = None
+) -> Row:
+    total: Row = {"method": method, "distance": distance, "n": len(answers), "score": _score(answers)}
+    if row:
+        total["back"] = int(statistics.median(answer["back"] for answer in answers))
+        total["caches"] = round(total["back"] / row["visible"], 1)
+    if own:
+        total["share"] = total["score"] / own
+    return total
+
+
+def show(result: dict[str, Any]) -> str:
+    """A line for each method, a column for each distance; below, what a step costs along the stream."""
+    made = result["totals"]
+    distances = sorted({total["distance"] for total in made})
+    rows: list[list[str]] = []
+    for method in dict.fromkeys(total["method"] for total in made):
+        of = {total["distance"]: total for total in made if total["method"] == method}
+        rows.append(
+            [method, *(f"{of[d]['score']:.0%} of {of[d]['n']}" if d in of else "" for d in distances)]
+        )
+        if "back" in next(iter(of.values())):
+            rows.append(["  tokens back", *(f"{of[d]['back']:,}" if d in of else "" for d in distances)])
+            rows.append(["  in caches", *(f"{of[d]['caches']:.1f}" if d in of else "" for d in distances)])
+    text = table(["lines back", *map(str, distances)], rows)
+    own = [answer for row in result["samples"] if row["kind"] == "own" for answer in row["answers"]]
+    if own:
+        text += f"\n\nthe model's own score, full attention up to {OWN} lines back: {_score(own):.0%}"
+    for row in result["samples"]:
+        if row["kind"] == "stream":
+            steps = [f"{step['ratio']:.2f} at {step['length']:,}" for step in row["steps"]]
+            text += (
+                f"\n{row['method']}: {row['tokens']:,} tokens, {row['lines']:,} lines, "
+                f"{row['visible']:,} visible, {row['bytes']:,} bytes; "
+                f"a step's time: {', '.join(steps)} tokens"
+            )
+    return text
