@@ -145,7 +145,7 @@ class Conversation:
         cancel: Cancel | None = None,
     ) -> Iterator[Piece]:
         """Read the user's turn and stream the answer. Raises ContextOverflow before anything is read."""
-        return self._exchange(len(self.turns), text, tuple(self._added), sampling, progress, cancel)
+        return self._exchange(len(self.turns), text, None, sampling, progress, cancel)
 
     def add(self, documents: Sequence[Document]) -> None:
         """The next user's turn carries these in front of its words."""
@@ -253,16 +253,18 @@ class Conversation:
         self,
         keep: int,
         text: str,
-        documents: tuple[Document, ...],
+        documents: tuple[Document, ...] | None,
         sampling: Sampling,
         progress: Progress | None,
         cancel: Cancel | None,
     ) -> Iterator[Piece]:
-        """Behind the first `keep` turns, a user's turn and its answer."""
-        if not self._exchanged(keep, text, documents, progress, cancel):
+        """Behind the first `keep` turns, a user's turn and its answer; `documents` None: those added."""
+        carried = tuple(self._added) if documents is None else documents
+        if not self._exchanged(keep, text, carried, progress, cancel):
             yield Piece("", stop="cancelled")
             return
-        self._added = []
+        if documents is None:
+            self._added = []
         answer = self.turns[-1]
         try:
             for piece in self.engine.generate(self._within_room(sampling), cancel):

@@ -210,9 +210,10 @@ class Sessions:
     def remove(self, ids: Sequence[int]) -> None:
         """Delete chats; nothing of them stays in the file. Raises UsageError for one that is open."""
         with contextlib.ExitStack() as held:
-            locks = [self.lock(self.about(id).id) for id in ids]
-            for lock in locks:
-                held.callback(lock.release)
+            locks = []
+            for id in ids:
+                locks.append(self.lock(self.about(id).id))
+                held.callback(locks[-1].release)
             with self._open() as database:
                 with _transaction(database):
                     for table, column in (("turns", "session"), ("documents", "session"), ("sessions", "id")):

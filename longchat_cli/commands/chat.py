@@ -103,6 +103,7 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
         record(Entry("chat", model, method, question, answer, stop, documents))
 
     bench = _Bench(method, method_options, documents, params, console)
+    click.get_current_context().call_on_close(bench.close)
     conversation, opener, options = bench.resume(params["resume"]) if params["resume"] else bench.new()
     if params["as_json"]:
         _answer_as_json(conversation, sampling, console, keep)
@@ -140,6 +141,13 @@ class _Bench:
         self.names = names
         self.documents = read(names, console).documents if names else []
         self._openers: dict[str, Open] = {}
+        self._made: list[Conversation] = []
+
+    def close(self) -> None:
+        """Others may write the chats."""
+        for conversation in self._made:
+            if conversation.session:
+                conversation.session.close()
 
     def opener(self, model: str | None) -> Open:
         """What opens that model, loaded once."""
@@ -161,7 +169,8 @@ class _Bench:
         engine = open_pinned(opener, self.method, self.options, system, self.documents)
         session = None if self.params["no_save"] else Session(Sessions(), self.console)
         store = self._store(session is not None, engine.info.model, self.method)
-        return Conversation(engine, system, self.documents, session, store), opener, self.options
+        self._made.append(Conversation(engine, system, self.documents, session, store))
+        return self._made[-1], opener, self.options
 
     def resume(self, name: str) -> Made:
         """As `load`; what the command line names wins over what the chat is with."""
@@ -191,7 +200,8 @@ class _Bench:
             engine = opener(about.method, options)
         session = None if self.params["no_save"] else self._session(sessions, kept, fork)
         store = self._store(session is not None, engine.info.model, engine.info.method)
-        return Conversation(engine, prompt, documents, session, store, kept), opener, options
+        self._made.append(Conversation(engine, prompt, documents, session, store, kept))
+        return self._made[-1], opener, options
 
     def _options(self, about: About, method: str) -> dict[str, Any]:
         """Those of a chat that the method still has, and those of the command line."""
