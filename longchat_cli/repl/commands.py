@@ -179,8 +179,6 @@ def _method(repl: Repl, argument: str) -> None:
     from longchat_cli.evaluation.measure import named
 
     name, *given = argument.replace(":", " ", 1).replace(",", " ").split()
-    if name == "recall":
-        raise UsageError("recall answers over documents", "", "leave and use `longchat ask`")
     method, options = named(f"{name}:{','.join(given)}" if given else name)
     _rebuild(repl, method=method, options=options)
 
@@ -285,7 +283,7 @@ def _split(argument: str) -> list[str]:
 
 _WORDS: dict[str, Callable[[Repl], Iterable[tuple[str, str]]]] = {
     "COMMAND": lambda repl: [(name, command.help) for name, command in COMMANDS.items()],
-    "METHOD": lambda repl: [(name, "") for name in METHODS if name != "recall"],
+    "METHOD": lambda repl: [(name, "") for name in METHODS],
     "CHAT": chats.known,
     "MODEL": lambda repl: [(entry.name, entry.title) for entry in _models()],
     "SETTING": lambda repl: [(name, str(settings.get(repl, name))) for name in settings.NAMES],
