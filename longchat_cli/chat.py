@@ -217,9 +217,9 @@ class Conversation:
         if not done:
             self.engine.restore(before)
             return False
-        if not (same and self.memory and other.memory):  # what is indexed stays
-            self.memory = other.memory
         self.engine, self.system, self.opening = engine, other.system, other.opening
+        if not (same and self.memory and other.memory):  # what is indexed stays
+            self.memory = self._memory()
         self.turns, self._marks, self.reused = other.turns, {}, other.reused
         self._save(0)
         return True

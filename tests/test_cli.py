@@ -262,7 +262,7 @@ def test_show_prompt_marks_control_tokens(run: Callable[..., Result], note: str)
             "2,000",
         ),
         (["models", "info", "smolm2"], 66, "did you mean smollm2?"),
-        (["chat", "--method", "recall"], 2, "there is no 'recall'"),
+        (["chat", "--method", "recal"], 2, "there is no 'recal'"),
     ],
 )
 def test_errors_are_one_line(
