@@ -166,6 +166,32 @@ def test_every_method_decodes(pair: tuple[Any, LeanDecoder], method: str) -> Non
     assert distance(found, wanted) <= (0.5 if method in {"tova", "infllm"} else 0.1)
 
 
+FORESEEN = {"full", "window", "sink", "lm-infinite", "recycled", "sink++"}
+FORESEEN |= {"truncate", "recompute", "minference", "recall"}  # full attention, once read
+
+
+@needs_library
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_in_one_call_is_that_of_its_layers(
+    pair: tuple[Any, LeanDecoder], method: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: what is visible is described once, and work lies at the same places."""
+    ours, ids, steps = pair[0], tokens(), 0
+    whole = served.NativeProducts.step
+
+    def counted(*asked: Any) -> Tensor | None:
+        nonlocal steps
+        steps += (found := whole(*asked)) is not None
+        return found
+
+    monkeypatch.setattr(served.NativeProducts, "step", counted)
+    found = run(ours, ids, 20, method, at_once)
+    assert bool(steps) == (method in FORESEEN)
+    monkeypatch.setattr(served.NativeProducts, "step", lambda *asked: None)
+    assert torch.equal(found, run(ours, ids, 20, method, at_once))
+
+
 @needs_library
 @pytest.mark.parametrize("method", METHODS)
 def test_a_restored_state_decodes_the_same(pair: tuple[Any, LeanDecoder], method: str) -> None:

@@ -31,7 +31,7 @@ class Storage:
         self._tensors: tuple[Tensor, ...] = ()
         self._offset = 0
         self._sharing: weakref.WeakSet[Storage] = weakref.WeakSet([self])
-        self._written = [0]  # shared with copies: how far the memory was ever written
+        self.memory = [0]  # shared with copies on the same memory: how far that was ever written
         self._origin = object()  # shared with copies: their common entries are the same
 
     def __len__(self) -> int:
@@ -45,15 +45,24 @@ class Storage:
         return count + 1 + count // 16
 
     def append(self, *new: Tensor) -> None:
-        live, more = self.end - self.first, new[0].shape[1]
-        behind = self._offset + live
-        if not self._tensors or behind + more > self._tensors[0].shape[1] or self._looked_at(behind):
-            self._move(self._capacity(live + more), new)
-            behind = live
+        more = new[0].shape[1]
+        behind = self.reserve(more, new)
         for x, added in zip(self._tensors, new, strict=True):
             x.narrow(1, behind, more).copy_(added)
-        self._written[0] = behind + more
+
+    def reserve(self, more: int, like: Sequence[Tensor] = ()) -> int:
+        """Count in `more` entries at the end, which are written later; their place in the memory.
+
+        `like`: tensors of the shape of entries, where there may be none yet.
+        """
+        live = self.end - self.first
+        behind = self._offset + live
+        if not self._tensors or behind + more > self._tensors[0].shape[1] or self._looked_at(behind):
+            self._move(self._capacity(live + more), like or self._tensors)
+            behind = live
+        self.memory[0] = behind + more
         self.end += more
+        return behind
 
     def drop_before(self, index: int) -> None:
         """Forget what stands before the absolute `index`; memory beyond what decoding needs is given back."""
@@ -70,6 +79,11 @@ class Storage:
 
     def tensors(self) -> list[Tensor]:
         return list(self._tensors)
+
+    @property
+    def offset(self) -> int:
+        """Where in the memory the first live entry is."""
+        return self._offset
 
     def copy(self) -> Self:
         other = type(self).__new__(type(self))  # copy.copy takes twice as long, per layer and token
@@ -97,7 +111,7 @@ class Storage:
 
     def _looked_at(self, at: int) -> bool:
         """Whether another one on this memory holds entries from `at` on: a mark of another branch."""
-        return at < self._written[0] and any(
+        return at < self.memory[0] and any(
             other._offset + len(other) > at for other in self._sharing if other is not self
         )
 
@@ -105,7 +119,7 @@ class Storage:
         moved = tuple(x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in like)
         for x, live in zip(moved, self.live(), strict=False):
             x[:, : len(self)] = live
-        self._tensors, self._offset, self._written = moved, 0, [len(self)]
+        self._tensors, self._offset, self.memory = moved, 0, [len(self)]
         self._sharing.discard(self)
         self._sharing = weakref.WeakSet([self])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longchat_cli.attention.layer import Layer, Method, Step, causal
+from longchat_cli.attention.buffer import Buffer
+from longchat_cli.attention.layer import Layer, Method, Rows, Seen, seen_by
 from longchat_cli.attention.rope import Rope
-from longchat_cli.kernels import Span
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,11 @@ class FullLayer(Layer):
         super().__init__(method, rope)
         self.kv = self.buffer()
 
-    def spans(self, new: Step) -> list[Span]:
-        self.kv.append(new.k, new.v)
-        return causal(self.kv, new)
+    def joins(self, new: Rows) -> list[Buffer]:
+        return [self.kv]
+
+    def sees(self, new: Rows) -> list[Seen]:
+        return [seen_by(new, self.kv)]
 
     def rewind(self, seen: int) -> None:
         self.kv.drop_after(seen)

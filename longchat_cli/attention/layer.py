@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,44 @@ from longchat_cli.kernels import Bound, Observe, Rotation, Span
 from longchat_cli.kernels.span import INDEX_ROWS
 
 
+class Rows:
+    """Where the new tokens of one call stand: at positions first, first + 1, ...
+
+    In a step of fixed shapes (`models.static`) `first` is an int64 tensor [1] that nobody may look at.
+    """
+
+    first: int
+
+    @property
+    def rows(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def end(self) -> int:
+        return self.first + self.rows
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [rows]."""
+        return places(self.first, self.rows, torch.device("cpu"))
+
+
+class Coming(Rows):
+    """Tokens to be decoded on a CPU, whose queries, keys and values come later."""
+
+    def __init__(self, first: int, rows: int) -> None:
+        self.first, self._rows = first, rows
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+
 @dataclass(frozen=True)
-class Step:
+class Step(Rows):
     """The new tokens of one call: q [heads, rows, dim] and k, v [KV heads, rows, dim], rotated at their true
     positions first, first + 1, ...; `decoding` is false while a prompt is read. `scale`, `softcap` and the
-    learned `sinks` shape logits as in `kernels.attend`. In a step of fixed shapes (`models.static`) `first`
-    is an int64 tensor [1] that nobody may look at."""
+    learned `sinks` shape logits as in `kernels.attend`."""
 
     q: Tensor
     k: Tensor
@@ -45,12 +77,7 @@ class Step:
         return self.k.shape[1]
 
     @property
-    def end(self) -> int:
-        return self.first + self.rows
-
-    @property
     def positions(self) -> Tensor:
-        """int64 [rows]."""
         return places(self.first, self.rows, self.k.device)
 
 
@@ -171,8 +198,36 @@ def _prefill(text: str) -> Method | None:
     return None if text == "own" else minference.parse(text)
 
 
+class Seen(NamedTuple):
+    """What new rows see of a buffer: its tokens from absolute index `start` up to `stop` (bounds per row)."""
+
+    buffer: Buffer
+    start: Bound
+    stop: Bound
+    turn: Rotation | None = None
+    observe: Observe | None = None
+
+    def spans(self) -> list[Span]:
+        return [
+            Span(
+                k,
+                v,
+                at_least(self.start - first, 0),
+                at_most(self.stop - first, k.shape[1]),
+                self.turn,
+                self.observe,
+            )
+            for k, v, first in self.buffer.parts()
+            if not isinstance(self.stop, int) or first < self.stop
+        ]
+
+
 class Layer:
-    """One attention layer's state under a method. Subclasses define `spans`, and `observe` if they ask."""
+    """One attention layer's state under a method.
+
+    Subclasses define `joins` and `sees`, or `spans` where these need the tokens' queries, keys or values, and
+    `observe` if they ask for probabilities.
+    """
 
     onward: Tensor | None = None  # int64, the rows of the last call that deeper layers need; None: all
 
@@ -187,9 +242,23 @@ class Layer:
             return KVBuffer(first, torch.bfloat16 if kind == "bf16" else None)
         return PackedBuffer(kind, first)
 
+    def joins(self, new: Rows) -> list[Buffer]:
+        """The buffers that the new tokens join, without what these push out."""
+        raise NotImplementedError
+
+    def sees(self, new: Rows) -> list[Seen]:
+        """What the new tokens' queries see, once they have joined, themselves included."""
+        raise NotImplementedError
+
+    def foreseen(self, new: Rows) -> bool:
+        """Whether `joins` and `sees` are all that decoding these tokens asks for, before they are known."""
+        return type(self).spans is Layer.spans
+
     def spans(self, new: Step) -> list[Span]:
         """Take the new tokens and return what their queries see, the tokens themselves included."""
-        raise NotImplementedError
+        for buffer in self.joins(new):
+            buffer.append(new.k, new.v)
+        return [span for seen in self.sees(new) for span in seen.spans()]
 
     def shown(self, new: Step) -> list[Span]:
         """`spans` without those that have no keys."""
@@ -245,7 +314,7 @@ class Layer:
         """Go back to the first `seen` tokens, where the method has `exact_rows`."""
         raise NotImplementedError
 
-    def turn(self, new: Step, apparent: Bound) -> Rotation | None:
+    def turn(self, new: Rows, apparent: Bound) -> Rotation | None:
         """The rotation that moves the new queries from their positions to `apparent` ones (a bound)."""
         if self.rope is None:
             return None
@@ -291,7 +360,7 @@ def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, Buffer) else value
 
 
-def each_row(new: Step, function: Callable[[Any], Any]) -> Bound:
+def each_row(new: Rows, function: Callable[[Any], Any]) -> Bound:
     """`function(position)` for every new row: a number for one row (no tensors in decoding), else int64."""
     return function(new.first) if new.rows == 1 else function(new.positions)
 
@@ -306,13 +375,15 @@ def at_most(value: Any, high: int) -> Any:
     return value.clamp(max=high) if isinstance(value, Tensor) else min(value, high)
 
 
-def causal(buffer: Buffer, new: Step, start: Bound = 0, observe: Observe | None = None) -> list[Span]:
+def seen_by(new: Rows, buffer: Buffer, start: Bound = 0, observe: Observe | None = None) -> Seen:
     """Row at position p sees the buffer's tokens from absolute index `start` (a bound per row) up to p."""
-    start, end = at_least(start, buffer.first), each_row(new, lambda position: position + 1)
-    return [
-        Span(k, v, at_least(start - first, 0), at_most(end - first, k.shape[1]), observe=observe)
-        for k, v, first in buffer.parts()
-    ]
+    end = each_row(new, lambda position: position + 1)
+    return Seen(buffer, at_least(start, buffer.first), end, observe=observe)
+
+
+def causal(buffer: Buffer, new: Rows, start: Bound = 0, observe: Observe | None = None) -> list[Span]:
+    """The spans of `seen_by`."""
+    return seen_by(new, buffer, start, observe).spans()
 
 
 def joined(scores: Sequence[Tensor | None]) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from longchat_cli.attention.layer import Step, option
+from longchat_cli.attention.layer import Rows, Step, option
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.sink import Sink, SinkLayer
 from longchat_cli.kernels import Bound
@@ -27,7 +27,7 @@ class LMInfiniteLayer(SinkLayer):
     def kept(self, new: Step) -> Tensor:
         return self.unrotated(new.k, new.first)
 
-    def apparent(self, new: Step, place: Bound) -> Bound:
+    def apparent(self, new: Rows, place: Bound) -> Bound:
         return self.window
 
     def pin(self, start: int, stop: int) -> bool:

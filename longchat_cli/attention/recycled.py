@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from longchat_cli.attention.buffer import KVBuffer
-from longchat_cli.attention.layer import Method, Step, joined, option
+from longchat_cli.attention.buffer import Buffer, KVBuffer
+from longchat_cli.attention.layer import Method, Rows, Seen, Step, joined, option
 from longchat_cli.attention.refresh import RefreshLayer
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.select import observed, pooled, ranked
@@ -56,26 +56,38 @@ class RecycledLayer(RefreshLayer):
             self.small = None
         return super().spans(new)
 
+    def foreseen(self, new: Rows) -> bool:
+        return self.small is not None and self.method.tau == 0
+
+    def joins(self, new: Rows) -> list[Buffer]:
+        joined = super().joins(new)
+        if not self.steps:
+            return joined
+        assert self.small is not None
+        # Entries ascend in score, so what earlier steps pushed out is at the front.
+        self.small.drop_before(self.small.end - self.count)
+        return [*joined, self.small]
+
     def prepare(self, new: Step) -> None:
         """The first step after a prompt chooses by the prompt's last query."""
         if self.small is None:
             assert self.query is not None
             self._choose(observed(self.kv, self.query.unsqueeze(1), new, OBSERVE))
 
-    def due(self, new: Step) -> bool:
+    def due(self, new: Rows) -> bool:
         """The dynamic schedule keeps partial steps while the query stays like that of the last full step."""
-        assert self.query is not None
+        if self.method.tau == 0:
+            return True
+        assert isinstance(new, Step) and self.query is not None
         similarity = F.cosine_similarity(new.q[:, -1].float().mean(0), self.query.float().mean(0), dim=0)
-        return not (self.method.tau > 0 and similarity > self.method.tau)
+        return not similarity > self.method.tau
 
-    def part(self, new: Step) -> list[Span]:
+    def part(self, new: Rows) -> list[Seen]:
         assert self.small is not None
-        # Entries ascend in score, so what earlier steps pushed out is at the front.
-        self.small.drop_before(self.small.end - self.count)
-        self.small.append(new.k, new.v)
-        return [Span(k, v) for k, v, _ in self.small.parts()]
+        return [Seen(self.small, self.small.first, self.small.end)]
 
     def observe(self, scores: Sequence[Tensor | None], new: Step) -> None:
+        self.query = new.q[:, -1].clone()
         self._choose(joined(scores))
 
     def _choose(self, weights: Tensor) -> None:

@@ -16,8 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longchat_cli.attention.buffer import KVBuffer
-from longchat_cli.attention.layer import LARGEST, Method, Step, at_least, at_most, each_row, option
+from longchat_cli.attention.buffer import Buffer, KVBuffer
+from longchat_cli.attention.layer import (
+    LARGEST,
+    Method,
+    Rows,
+    Seen,
+    Step,
+    at_least,
+    at_most,
+    each_row,
+    option,
+)
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.window import WindowLayer
 from longchat_cli.kernels import Bound, Span
@@ -55,21 +65,30 @@ class SinkLayer(WindowLayer):
         self.stops: tuple[int, ...] = ()
         self.turns: tuple[int, ...] = ()
 
+    def foreseen(self, new: Rows) -> bool:
+        return len(self.head) >= self.sinks and not self.pins and type(self).spans is SinkLayer.spans
+
     def spans(self, new: Step) -> list[Span]:
-        self._fill_pins()
-        recent = super().spans(new)
         if len(self.head) < self.sinks:
             self.head.fill(self.sinks, self.kept(new), new.v)
+        return super().spans(new)
+
+    def joins(self, new: Rows) -> list[Buffer]:
+        self._fill_pins()
+        return super().joins(new)
+
+    def sees(self, new: Rows) -> list[Seen]:
+        recent = super().sees(new)
         if isinstance(new.end, int) and new.end <= self.window:
             return recent
         left = self.left(new)
-        shown: list[Span] = []
-        before: Any = 0  # of the tokens that stay, those that a row sees in earlier spans
+        shown: list[Seen] = []
+        before: Any = 0  # of the tokens that stay, those that a row sees earlier
         place = self._place(new, left)
         for held in self._held():
             outside = at_most(at_least(left - held.first, 0), len(held))
             apparent = self.apparent(new, held.first + place - before)
-            shown.append(Span(held.k, held.v, 0, outside, self.turn(new, apparent)))
+            shown.append(Seen(held, held.first, held.first + outside, self.turn(new, apparent)))
             before = before + outside
         return [*shown, *recent]
 
@@ -77,7 +96,7 @@ class SinkLayer(WindowLayer):
         """The new keys as the first tokens keep them."""
         return new.k
 
-    def apparent(self, new: Step, place: Bound) -> Bound:
+    def apparent(self, new: Rows, place: Bound) -> Bound:
         """Where the new queries seem to stand for the tokens that stay: at their own `place` in the cache."""
         return place
 
@@ -123,7 +142,7 @@ class SinkLayer(WindowLayer):
             if held.end < (end := min(stop, self.kv.end)):
                 held.append(*self.kv.between(held.end, end))
 
-    def _place(self, new: Step, left: Bound) -> Any:
+    def _place(self, new: Rows, left: Bound) -> Any:
         """The rows' place in the cache, when tokens before `left` are gone but for those that stay."""
         outside = (at_most(at_least(left - held.first, 0), len(held)) for held in self._held())
         return each_row(new, lambda p: p - left) + sum(outside)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longchat_cli.attention.layer import Method, Step, causal, option
+from longchat_cli.attention.layer import Method, Rows, Seen, option, seen_by
 from longchat_cli.attention.refresh import RefreshLayer
 from longchat_cli.attention.rope import Rope
-from longchat_cli.kernels import Span
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class SinkPlus(Method):
 
 
 class SinkPlusLayer(RefreshLayer):
-    def part(self, new: Step) -> list[Span]:
+    def part(self, new: Rows) -> list[Seen]:
         left = max(new.end - self.method.window, 0)
         outside = min(self.method.sinks, left)
-        first = [Span(k, v, 0, min(outside - at, k.shape[1])) for k, v, at in self.kv.parts() if at < outside]
-        return [*first, *causal(self.kv, new, left)]
+        first = [Seen(self.kv, 0, outside)] if outside else []
+        return [*first, seen_by(new, self.kv, left)]

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from longchat_cli.attention.buffer import Buffer
 from longchat_cli.attention.layer import (
     Layer,
     Method,
-    Step,
+    Rows,
+    Seen,
     at_least,
-    causal,
     each_row,
     option,
+    seen_by,
 )
 from longchat_cli.attention.rope import Rope
-from longchat_cli.kernels import Bound, Span
+from longchat_cli.kernels import Bound
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class WindowLayer(Layer):
         self.window = method.window
         self.kv = self.buffer()
 
-    def spans(self, new: Step) -> list[Span]:
+    def joins(self, new: Rows) -> list[Buffer]:
         self.kv.drop_before(new.first + 1 - self.window)
-        self.kv.append(new.k, new.v)
-        return causal(self.kv, new, self.left(new))
+        return [self.kv]
 
-    def left(self, new: Step) -> Bound:
+    def sees(self, new: Rows) -> list[Seen]:
+        return [seen_by(new, self.kv, self.left(new))]
+
+    def left(self, new: Rows) -> Bound:
         """How many tokens have left each row's window: the absolute index of the first one visible."""
         return each_row(new, self.left_at)
 

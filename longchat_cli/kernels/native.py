@@ -17,24 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longchat_cli.errors import OutOfMemory
 from longchat_cli.kernels.packed import Packed, rows_at
 from longchat_cli.kernels.span import Bound, Span
 
-ABI = 4
+ABI = 5
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
 MANY = 32
 """From so many rows on tile instructions are worth laying out the keys for them."""
 WIDEST, MOST_SPANS = 512, 6
-_REDUCE = {"max": 1, "mean": 2, "sum": 3}
+REDUCE = {"max": 1, "mean": 2, "sum": 3}
+"""How heads' probabilities become one: LongchatSpan's `observe`."""
 
 
 class Linear(ctypes.Structure):
     """LongchatLinear."""
 
     _fields_ = [("codes", c_void_p)] + [
-        (name, c_int32) for name in ("rows", "cols", "bits", "group", "offset", "planes")
+        (name, c_int32) for name in ("rows", "cols", "bits", "group", "offset")
     ]
 
 
@@ -64,7 +66,9 @@ class Model(ctypes.Structure):
     ] + [("eps", c_float)]
 
 
-class _Span(ctypes.Structure):
+class Seen(ctypes.Structure):
+    """LongchatSpan."""
+
     _fields_ = [
         *((name, c_void_p) for name in ("k", "v")),
         *((name, c_int64) for name in ("k_head", "k_key", "v_head", "v_key")),
@@ -88,18 +92,49 @@ class _Attention(ctypes.Structure):
     ]
 
 
+class Layer(ctypes.Structure):
+    """LongchatLayer."""
+
+    _fields_ = [
+        ("spans", c_void_p),
+        ("k", c_int64 * 2),  # pointers
+        ("v", c_int64 * 2),
+        ("k_head", c_int64 * 2),
+        ("v_head", c_int64 * 2),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("n_spans", c_int32),
+        ("planes", c_int32),
+    ]
+
+
+class Step(ctypes.Structure):
+    """LongchatStep."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("model", "blocks", "layers", "norm", "head", "x", "q", "logits")),
+        *((name, c_int32) for name in ("n_layers", "rows")),
+        ("scale", c_float),
+    ]
+
+
 _POINTER, _COUNT, _STRIDE = c_void_p, c_int32, c_int64
 _ARGUMENTS: dict[str, list[Any]] = {
-    "linear": [_POINTER, _POINTER, _POINTER, _COUNT, _COUNT],
+    "linear": [_POINTER, _POINTER, c_float, _POINTER, _POINTER, _COUNT, _COUNT],
     "enter": [*[_POINTER] * 3, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
     "leave": [*[_POINTER] * 3, _COUNT, _POINTER, _STRIDE, _STRIDE],
     "attend": [_POINTER],
+    "step": [_POINTER],
     "attend_many": [_POINTER],
     "gather": [_POINTER, _STRIDE, _STRIDE, _POINTER, _POINTER, _COUNT, _STRIDE, _STRIDE, _COUNT],
     "add_norm": [*[_POINTER] * 5, _COUNT, _COUNT, c_float, _COUNT],
     "rotate": [*[_POINTER] * 4, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
     "gated": [*[_POINTER] * 3, _STRIDE, _COUNT, _POINTER],
 }
+
+
+_NEEDLESS = {"gather", "add_norm", "gated"}
+"""Of these, what needs no memory."""
 
 
 @functools.cache
@@ -121,7 +156,14 @@ def load() -> ctypes.CDLL | str:
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, f"longchat_{name}")
         function.argtypes, function.restype = arguments, None
+        if name not in _NEEDLESS:
+            function.restype, function.errcheck = c_int32, _enough
     return library
+
+
+def _enough(result: int, function: Any, arguments: Any) -> None:
+    if not result:
+        raise OutOfMemory("there is not enough memory", "the native library could not allocate its scratch")
 
 
 def missing() -> str | None:
@@ -237,7 +279,7 @@ def _attend(
         None if span.observe is None else q.new_empty(groups, span.k.shape[1], dtype=torch.float32)
         for span in spans
     ]
-    described = (_Span * len(spans))(
+    described = (Seen * len(spans))(
         *(_describe(span, score, rows, kept) for span, score in zip(spans, scores, strict=True))
     )
     call = _Attention(
@@ -261,12 +303,12 @@ def _attend(
     return out, scores
 
 
-def _describe(span: Span, score: Tensor | None, rows: int, kept: list[Any]) -> _Span:
+def _describe(span: Span, score: Tensor | None, rows: int, kept: list[Any]) -> Seen:
     k, v, observe = span.k, span.v, span.observe
     assert isinstance(k, Tensor) and isinstance(v, Tensor)
     start, stop = (_bounds(bound, rows) for bound in span.limits())
     kept += (start, stop)
-    made = _Span(
+    made = Seen(
         k=k.data_ptr(),
         v=v.data_ptr(),
         k_head=k.stride(0),
@@ -289,7 +331,7 @@ def _describe(span: Span, score: Tensor | None, rows: int, kept: list[Any]) -> _
         made.index_group, made.index_run = index.stride(0), index.stride(1)
         kept.append(index)
     if observe is not None and score is not None:
-        made.observe, made.observe_rows = _REDUCE[observe.heads], observe.rows == "sum"
+        made.observe, made.observe_rows = REDUCE[observe.heads], observe.rows == "sum"
         made.observe_groups, made.observed = score.shape[0], score.data_ptr()
     return made
 

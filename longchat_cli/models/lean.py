@@ -256,11 +256,19 @@ class LeanDecoder:
         return cache.method.forward(self._run, ids, cache, logits)
 
     def _run(self, ids: Tensor, cache: Cache, logits: int) -> Tensor:
-        # Rows that a method gives up between layers are computed only where their logits are asked for.
-        x = self.read(ids, cache, self.layers, every=logits > 1)
-        x = F.rms_norm(x[len(x) - min(logits, len(x)) :], x.shape[-1:], self.norm, self.eps)
-        found = self.products.logits(x)
+        found = self.products.step(ids, cache, logits)
+        if found is None:
+            # Rows that a method gives up between layers are computed only where their logits are asked for.
+            x = self.read(ids, cache, self.layers, every=logits > 1)
+            found = self.products.logits(x[len(x) - min(logits, len(x)) :])
         return found if self.softcap is None else self.softcap * torch.tanh(found / self.softcap)
+
+    def begin(self, ids: Tensor, cache: Cache) -> tuple[Tensor, dict[str, Rotation]]:
+        """What the first layer takes, float32 [rows, width], and the rotations of each kind of layer."""
+        x = self.embedding[ids.to(self.device)] * self.embedding_scale
+        positions = places(cache.position, len(ids), self.device)
+        rotations = {kind: rope.rotation(positions) for kind, rope in self.ropes.items()}
+        return x.float(), rotations  # the residual stream stays in float32
 
     @torch.inference_mode()
     def read(self, ids: Tensor, cache: Cache, depth: int, every: bool = False) -> Tensor:
@@ -269,10 +277,7 @@ class LeanDecoder:
         Of a method that drops rows on the way only the states left come back, unless `every` one is wanted.
         """
         products = self.products
-        x = self.embedding[ids.to(self.device)] * self.embedding_scale
-        x = x.float()  # the residual stream stays in float32
-        positions = places(cache.position, len(ids), self.device)
-        rotations = {kind: rope.rotation(positions) for kind, rope in self.ropes.items()}
+        x, rotations = self.begin(ids, cache)
         every = every or SLIDING in self.ropes  # whose windows have no gaps
         for index, (layer, kind) in enumerate(zip(cache.layers[:depth], self.kinds, strict=False)):
             assert layer is not None
@@ -311,13 +316,18 @@ class Products:
         gated = ACTIVATIONS[self.decoder.activation](gate) * up
         return x + self._branch(block.down(gated), block.after_mlp)
 
+    def step(self, ids: Tensor, cache: Cache, logits: int) -> Tensor | None:
+        """A whole decoding step at once, as `LeanDecoder.forward`; None where it goes layer by layer."""
+        return None
+
     def logits(self, x: Tensor) -> Tensor:
-        """float32 logits of normed states x float32 [rows, width].
+        """float32 logits of states x float32 [rows, width] after the last layer.
 
         bfloat16 products round logits near 25 to steps of 0.125, enough to tie the best ones: for few rows
         the leading candidates are computed again in float32, for many everything is.
         """
         head, dtype = self.decoder.head, self.decoder.dtype
+        x = F.rms_norm(x, x.shape[-1:], self.decoder.norm, self.decoder.eps)
         if dtype == torch.float32 or x.shape[0] > PACKED_ROWS:
             return x @ head.float().t()
         rough = (x.to(dtype) @ head.t()).float()

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from longchat_cli import __version__, kernels
 from longchat_cli.attention import method_class
+from longchat_cli.attention.layer import Cache
 from longchat_cli.config import cache_dir
 from longchat_cli.errors import BadInput, StorageError
 from longchat_cli.kernels import Rotation, native
-from longchat_cli.models import lean, tiles
+from longchat_cli.models import lean, step, tiles
 from longchat_cli.models.fetch import Say, to_stderr
 from longchat_cli.models.files import read_json, write_json
 
-PLANES = 2
-"""int8 numbers that an activation is kept in."""
 DIFFERS = 0.15
 """Most that logits may differ from torch's, relative to their spread; rounding alone sets them 0.07 apart."""
 TRIAL = (24, 8)
@@ -173,7 +172,6 @@ class Tiles:
                 form.bits,
                 form.group,
                 form.offset,
-                PLANES,
             )
             for name, form in zip(names, forms, strict=True)
         ]
@@ -189,7 +187,9 @@ class NativeProducts(lean.Products):
         gate, threads = _GATES[d.activation], torch.get_num_threads()
         self.model = native.Model(d.heads, d.kv_heads, d.dim, d.width, d.hidden, gate, threads, d.eps)
         self.kept: list[Tensor] = []  # what only the structures point to
-        self.blocks = [self._block(index, block) for index, block in enumerate(d.blocks)]
+        blocks = [self._block(index, block) for index, block in enumerate(d.blocks)]
+        self.blocks = (native.Block * d.layers)(*blocks)
+        self.table = step.Table(d.layers, d.dim)
         self.head = self._parts("head", [d.head])[0]
 
     def _block(self, index: int, block: lean.Block) -> native.Block:
@@ -210,7 +210,7 @@ class NativeProducts(lean.Products):
 
     def _parts(self, product: str, weights: Sequence[Tensor]) -> list[native.Linear]:
         tiled = self.tiles.parts(product, weights) if self.tiles else []
-        return tiled or [native.Linear(x.data_ptr(), *x.shape, 16, 32, 0, 1) for x in weights]
+        return tiled or [native.Linear(x.data_ptr(), *x.shape, 16, 32, 0) for x in weights]
 
     def enter(self, index: int, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         d, rows = self.decoder, x.shape[0]
@@ -248,13 +248,42 @@ class NativeProducts(lean.Products):
         self._add_norm(x, block.down(hidden), block.after_mlp, None, None)
         return x
 
+    def step(self, ids: Tensor, cache: Cache, logits: int) -> Tensor | None:
+        new = step.serves(cache, len(ids))
+        if new is None:
+            return None
+        d = self.decoder
+        x, rotations = d.begin(ids, cache)
+        self.table.fill(cache.layers, new, [rotations[kind] for kind in d.kinds])
+        q = x.new_empty(d.layers, d.heads, new.rows, d.dim, dtype=torch.bfloat16)
+        found = x.new_empty(new.rows, self.head.rows)
+        asked = native.Step(
+            ctypes.addressof(self.model),
+            ctypes.addressof(self.blocks),
+            ctypes.addressof(self.table.layers),
+            _at(d.norm),
+            ctypes.addressof(self.head),
+            _at(x),
+            _at(q),
+            _at(found),
+            d.layers,
+            new.rows,
+            d.scale,
+        )
+        self.model.threads = torch.get_num_threads()
+        native.loaded().longchat_step(ctypes.byref(asked))
+        kernels.served["native"] += d.layers
+        self.table.settle(cache.layers, new, q, d.scale)
+        cache.position = new.end
+        return found[-logits:]
+
     def logits(self, x: Tensor) -> Tensor:
         if len(x) > native.ROWS:
             return super().logits(x)
-        x = x.contiguous()
+        x, d = x.contiguous(), self.decoder
         found = x.new_empty(len(x), self.head.rows)
         native.loaded().longchat_linear(
-            ctypes.byref(self.head), _at(x), _at(found), len(x), torch.get_num_threads()
+            ctypes.byref(self.head), _at(d.norm), d.eps, _at(x), _at(found), len(x), torch.get_num_threads()
         )
         return found
 

@@ -1,6 +1,8 @@
 // The C interface: the widest instructions this CPU has.
 #include <string.h>
 
+#include <new>
+
 #include "isa.h"
 #include "threads.h"
 
@@ -28,12 +30,24 @@ Choice widest() {
 
 Choice chosen = widest();
 
+// Whether there was memory enough for a call.
+template <typename... Parameters, typename... Arguments>
+int tried(void (*call)(Parameters...), Arguments... arguments) {
+  try {
+    call(arguments...);
+    return 1;
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+}
+
 }  // namespace
 }  // namespace longchat
 
 using longchat::chosen;
+using longchat::tried;
 
-int longchat_abi() { return 4; }
+int longchat_abi() { return 5; }
 
 const char* longchat_isa() { return chosen.name; }
 
@@ -52,31 +66,34 @@ int longchat_use(const char* isa) {
   return 1;
 }
 
-void longchat_linear(const LongchatLinear* w, const float* x, float* y, int rows, int threads) {
-  chosen.isa->linear(w, x, y, rows, threads);
+int longchat_linear(const LongchatLinear* w, const float* norm, float eps, const float* x, float* y, int rows,
+                    int threads) {
+  return tried(chosen.isa->linear, w, norm, eps, x, y, rows, threads);
 }
 
-void longchat_enter(const LongchatModel* m, const LongchatBlock* b, const float* x, int rows, const float* cos,
-                    const float* sin, int planes, uint16_t* q, uint16_t* k, uint16_t* v) {
-  chosen.isa->enter(m, b, x, rows, cos, sin, planes, q, k, v);
+int longchat_enter(const LongchatModel* m, const LongchatBlock* b, const float* x, int rows, const float* cos,
+                   const float* sin, int planes, uint16_t* q, uint16_t* k, uint16_t* v) {
+  return tried(chosen.isa->enter, m, b, x, rows, cos, sin, planes, q, k, v);
 }
 
-void longchat_leave(const LongchatModel* m, const LongchatBlock* b, float* x, int rows, const uint16_t* out,
-                    int64_t out_head, int64_t out_row) {
-  chosen.isa->leave(m, b, x, rows, out, out_head, out_row);
+int longchat_leave(const LongchatModel* m, const LongchatBlock* b, float* x, int rows, const uint16_t* out,
+                   int64_t out_head, int64_t out_row) {
+  return tried(chosen.isa->leave, m, b, x, rows, out, out_head, out_row);
 }
 
-void longchat_attend(const LongchatAttention* a) { chosen.isa->attend(a); }
+int longchat_attend(const LongchatAttention* a) { return tried(chosen.isa->attend, a); }
+
+int longchat_step(const LongchatStep* s) { return tried(chosen.isa->step, s); }
 
 void longchat_add_norm(float* x, const uint16_t* add, const float* after, const float* weight, uint16_t* out,
                        int rows, int width, float eps, int threads) {
   chosen.isa->add_norm(x, add, after, weight, out, rows, width, eps, threads);
 }
 
-void longchat_rotate(const LongchatModel* m, const LongchatBlock* b, const uint16_t* const qkv[3],
-                     const int64_t stride[3], int rows, const float* cos, const float* sin, int planes,
-                     uint16_t* q, uint16_t* k, uint16_t* v) {
-  chosen.isa->rotate(m, b, qkv, stride, rows, cos, sin, planes, q, k, v);
+int longchat_rotate(const LongchatModel* m, const LongchatBlock* b, const uint16_t* const qkv[3],
+                    const int64_t stride[3], int rows, const float* cos, const float* sin, int planes,
+                    uint16_t* q, uint16_t* k, uint16_t* v) {
+  return tried(chosen.isa->rotate, m, b, qkv, stride, rows, cos, sin, planes, q, k, v);
 }
 
 void longchat_gated(const LongchatModel* m, const uint16_t* gate, const uint16_t* up, int64_t stride, int rows,

@@ -160,45 +160,75 @@ inline int64_t logits_at(const LongchatSpan& s, int rows, int64_t head, int64_t 
   return (s.observe_rows ? head * rows + row : head) * s.keys;
 }
 
-void attend(const LongchatAttention* a) {
-  const int queries = a->heads * a->rows;
-  int64_t items = 0, chunks = 0, logits = 0;
-  int64_t first_item[16], first_chunk[16], first_logit[16];
-  for (int s = 0; s < a->n_spans; ++s) {
-    const LongchatSpan& span = a->spans[s];
-    first_item[s] = items;
-    first_chunk[s] = chunks;
-    first_logit[s] = logits;
-    items += span.groups * chunks_of(span);
-    chunks += chunks_of(span);
-    if (span.observe) logits += logits_at(span, a->rows, a->heads, 0);
+// One attention call: planned and given its memory by one thread, then run by all of a team.
+class Attention {
+ public:
+  Attention() = default;
+  explicit Attention(const LongchatAttention& call) : a(call), queries(call.heads * call.rows) {
+    for (int s = 0; s < a.n_spans; ++s) {
+      const LongchatSpan& span = a.spans[s];
+      first_item[s] = items;
+      first_chunk[s] = chunks;
+      first_logit[s] = logits;
+      items += span.groups * chunks_of(span);
+      chunks += chunks_of(span);
+      if (span.observe) logits += logits_at(span, a.rows, a.heads, 0);
+    }
   }
-  const int64_t parts = chunks * queries;
-  scratch.reset(parts * (sizeof(Part) + a->dim * 4) + logits * 4 + queries * (8 + a->n_spans * a->dim * 2));
-  Part* part = scratch.take<Part>(parts);
-  float* sums = scratch.take<float>(parts * a->dim);
-  float* kept = scratch.take<float>(logits);
-  float* lse = scratch.take<float>(queries);
-  uint16_t* turned = scratch.take<uint16_t>(static_cast<int64_t>(a->n_spans) * queries * a->dim);
-  auto query_of = [&](int s, int64_t head, int row) -> const uint16_t* {
-    if (!a->spans[s].cos) return a->q + head * a->q_head + row * a->q_row;
-    return turned + ((s * a->heads + head) * a->rows + row) * a->dim;
-  };
-  for (int s = 0; s < a->n_spans; ++s)
-    for (int head = 0; a->spans[s].cos && head < a->heads; ++head)
-      for (int row = 0; row < a->rows; ++row)
-        turn(a->q + head * a->q_head + row * a->q_row, a->spans[s], row, a->dim,
-             const_cast<uint16_t*>(query_of(s, head, row)));
 
-  auto one = [&](int64_t item) {
-    int s = a->n_spans - 1;
+  int64_t bytes() const {
+    const int64_t parts = chunks * queries;
+    return parts * (sizeof(Part) + a.dim * 4) + logits * 4 + queries * (8 + a.n_spans * a.dim * 2) + 5 * 64;
+  }
+
+  void prepare(Scratch& memory) {
+    const int64_t parts = chunks * queries;
+    part = memory.take<Part>(parts);
+    sums = memory.take<float>(parts * a.dim);
+    kept = memory.take<float>(logits);
+    lse = memory.take<float>(queries);
+    turned = memory.take<uint16_t>(static_cast<int64_t>(a.n_spans) * queries * a.dim);
+    for (int s = 0; s < a.n_spans; ++s)
+      for (int head = 0; a.spans[s].cos && head < a.heads; ++head)
+        for (int row = 0; row < a.rows; ++row)
+          turn(a.q + head * a.q_head + row * a.q_row, a.spans[s], row, a.dim, turned_at(s, head, row));
+  }
+
+  void run(Team& team) {
+    int64_t begin, end;
+    while (team.take(0, items, 1, &begin, &end)) weigh_keys(begin);
+    team.barrier();
+    while (team.take(0, queries, 1, &begin, &end)) merge(begin);
+    if (!logits) return;
+    team.barrier();
+    for (int s = 0; s < a.n_spans; ++s) {
+      const LongchatSpan& span = a.spans[s];
+      if (!span.observe) continue;
+      while (team.take(s, span.observe_groups * chunks_of(span), 1, &begin, &end)) {
+        const int64_t group = begin / chunks_of(span), low = begin % chunks_of(span) * kKeys;
+        observe(span, kept + first_logit[s], group, low, low + kKeys < span.keys ? low + kKeys : span.keys);
+      }
+    }
+  }
+
+ private:
+  uint16_t* turned_at(int s, int64_t head, int row) const {
+    return turned + ((s * a.heads + head) * a.rows + row) * a.dim;
+  }
+  const uint16_t* query_of(int s, int64_t head, int row) const {
+    return a.spans[s].cos ? turned_at(s, head, row) : a.q + head * a.q_head + row * a.q_row;
+  }
+
+  // Some keys of a KV head: every row's and head's partial softmax over them.
+  void weigh_keys(int64_t item) {
+    int s = a.n_spans - 1;
     while (first_item[s] > item) --s;
-    const LongchatSpan& span = a->spans[s];
+    const LongchatSpan& span = a.spans[s];
     const int64_t n_chunks = chunks_of(span), group = (item - first_item[s]) / n_chunks;
     const int64_t chunk = (item - first_item[s]) % n_chunks, low = chunk * kKeys;
     const int64_t high = low + kKeys < places_of(span) ? low + kKeys : places_of(span);
-    const int share = a->heads / span.groups;
-    for (int row = 0; row < a->rows; ++row) {
+    const int share = a.heads / span.groups;
+    for (int row = 0; row < a.rows; ++row) {
       const int64_t start = span.start[row] > 0 ? span.start[row] : 0;
       const int64_t stop = span.stop[row] < span.keys ? span.stop[row] : span.keys;
       const uint16_t *keys[kKeys], *values[kKeys];
@@ -217,7 +247,7 @@ void attend(const LongchatAttention* a) {
       }
       // The processor foresees no page's beginning and no list's order.
       for (int j = 0; j < n; ++j)
-        for (int i = 0; i < a->dim; i += 32) {
+        for (int i = 0; i < a.dim; i += 32) {
           __builtin_prefetch(keys[j] + i);
           __builtin_prefetch(values[j] + i, 0, 2);
         }
@@ -226,80 +256,131 @@ void attend(const LongchatAttention* a) {
         alignas(64) float weights[kHeads][kKeys + 16];
         alignas(64) float found[kHeads * kMaxDim];
         for (int h = 0; h < some; ++h) {
-          const int64_t head = group * share + first + h, query = head * a->rows + row;
+          const int64_t head = group * share + first + h, query = head * a.rows + row;
           float* mine = weights[h];
-          if (n) logits_of(query_of(s, head, row), keys, n, a->dim, a->scale, mine);
-          if (a->softcap > 0)
-            for (int j = 0; j < n; ++j) mine[j] = a->softcap * (2.0f * sigmoid(2.0f * mine[j] / a->softcap) - 1.0f);
-          if (span.observe && (span.observe_rows || row == a->rows - 1)) {
-            float* logit = kept + first_logit[s] + logits_at(span, a->rows, head, row);
+          if (n) logits_of(query_of(s, head, row), keys, n, a.dim, a.scale, mine);
+          if (a.softcap > 0)
+            for (int j = 0; j < n; ++j) mine[j] = a.softcap * (2.0f * sigmoid(2.0f * mine[j] / a.softcap) - 1.0f);
+          if (span.observe && (span.observe_rows || row == a.rows - 1)) {
+            float* logit = kept + first_logit[s] + logits_at(span, a.rows, head, row);
             for (int64_t j = low; j < high; ++j) logit[j] = -__builtin_inff();
             for (int j = 0; j < n; ++j) logit[at[j]] = mine[j];
           }
           part[query * chunks + first_chunk[s] + chunk] = n ? soften(mine, n) : Part{-__builtin_inff(), 0};
         }
         if (!n) continue;
-        kWeigh[some - 1](weights, values, n, a->dim, found);
+        kWeigh[some - 1](weights, values, n, a.dim, found);
         for (int h = 0; h < some; ++h) {
-          const int64_t query = (group * share + first + h) * a->rows + row;
-          __builtin_memcpy(sums + (query * chunks + first_chunk[s] + chunk) * a->dim, found + h * a->dim, a->dim * 4);
+          const int64_t query = (group * share + first + h) * a.rows + row;
+          __builtin_memcpy(sums + (query * chunks + first_chunk[s] + chunk) * a.dim, found + h * a.dim, a.dim * 4);
         }
       }
     }
-  };
+  }
 
-  auto merge = [&](int64_t query) {
-    const int64_t head = query / a->rows, row = query % a->rows;
-    float most = a->sinks ? a->sinks[head] : -__builtin_inff();
+  void merge(int64_t query) {
+    const int64_t head = query / a.rows, row = query % a.rows;
+    float most = a.sinks ? a.sinks[head] : -__builtin_inff();
     const Part* mine = part + query * chunks;
     for (int64_t c = 0; c < chunks; ++c) most = mine[c].most > most ? mine[c].most : most;
-    float total = a->sinks ? exponential(a->sinks[head] - most) : 0, sum[kMaxDim] = {};
+    float total = a.sinks ? exponential(a.sinks[head] - most) : 0, sum[kMaxDim] = {};
     for (int64_t c = 0; c < chunks; ++c) {
       if (mine[c].total == 0) continue;
       const float weight = exponential(mine[c].most - most);
-      const float* from = sums + (query * chunks + c) * a->dim;
+      const float* from = sums + (query * chunks + c) * a.dim;
       total += weight * mine[c].total;
-      for (int i = 0; i < a->dim; ++i) sum[i] += weight * from[i];
+      for (int i = 0; i < a.dim; ++i) sum[i] += weight * from[i];
     }
     lse[query] = total > 0 ? most + __builtin_logf(total) : 0.0f;  // a row that sees nothing scores nothing
     const float inverse = total > 0 ? 1.0f / total : 0.0f;
-    uint16_t* out = a->out + head * a->out_head + row * a->out_row;
-    for (int i = 0; i < a->dim; ++i) out[i] = narrow(sum[i] * inverse);
-  };
+    uint16_t* out = a.out + head * a.out_head + row * a.out_row;
+    for (int i = 0; i < a.dim; ++i) out[i] = narrow(sum[i] * inverse);
+  }
 
-  auto observe = [&](const LongchatSpan& span, const float* logit, int64_t group, int64_t low, int64_t high) {
-    const int share = a->heads / span.observe_groups;
-    for (int64_t j = low; j < high; ++j) {
-      float found = 0;
-      for (int h = 0; h < share; ++h) {
-        float p = 0;
-        for (int row = span.observe_rows ? 0 : a->rows - 1; row < a->rows; ++row) {
-          const int64_t head = group * share + h;
-          p += exponential(logit[logits_at(span, a->rows, head, row) + j] - lse[head * a->rows + row]);
+  // The probabilities of keys low to high for a group of heads, from their logits.
+  void observe(const LongchatSpan& span, const float* logit, int64_t group, int64_t low, int64_t high) {
+    const int share = a.heads / span.observe_groups, n = static_cast<int>(high - low);
+    float found[kKeys] = {};
+    for (int h = 0; h < share; ++h) {
+      const int64_t head = group * share + h;
+      float p[kKeys] = {};
+      for (int row = span.observe_rows ? 0 : a.rows - 1; row < a.rows; ++row) {
+        const float *from = logit + logits_at(span, a.rows, head, row) + low, whole = lse[head * a.rows + row];
+        for (int j = 0; j < n; ++j) p[j] += exponential(from[j] - whole);
+      }
+      for (int j = 0; j < n; ++j) found[j] = span.observe == 1 ? (p[j] > found[j] ? p[j] : found[j]) : found[j] + p[j];
+    }
+    float* to = span.observed + group * span.keys + low;
+    for (int j = 0; j < n; ++j) to[j] = span.observe == 2 ? found[j] / share : found[j];
+  }
+
+  LongchatAttention a{};
+  int queries = 0;
+  int64_t items = 0, chunks = 0, logits = 0;
+  int64_t first_item[16] = {}, first_chunk[16] = {}, first_logit[16] = {};
+  Part* part = nullptr;
+  float *sums = nullptr, *kept = nullptr, *lse = nullptr;
+  uint16_t* turned = nullptr;
+};
+
+void attend(const LongchatAttention* a) {
+  Attention attention(*a);
+  scratch.reset(attention.bytes());
+  attention.prepare(scratch);
+  parallel(a->threads, [&](Team& team, int) { attention.run(team); });
+}
+
+// A few tokens through all layers: what enter, attend, leave and linear do, and in the same places.
+void step(const LongchatStep* s) {
+  const LongchatModel& m = *s->model;
+  const int rows = s->rows;
+  const int64_t head = static_cast<int64_t>(rows) * m.dim, width = m.width;
+  uint16_t* out = nullptr;
+  auto attention_of = [&](int index) {
+    const LongchatLayer& layer = s->layers[index];
+    return Attention({layer.spans, s->q + index * m.heads * head, head, m.dim, nullptr, out, head, m.dim,
+                      layer.n_spans, m.heads, rows, m.dim, m.threads, s->scale, 0.0f});
+  };
+  int64_t most = 0;
+  for (int index = 0; index < s->n_layers; ++index) {
+    const int64_t bytes = attention_of(index).bytes();
+    most = bytes > most ? bytes : most;
+  }
+  scratch.reset(Room::bytes(m, rows) + m.heads * head * 2 + most);
+  Scratch& memory = scratch;
+  out = memory.take<uint16_t>(m.heads * head);
+  Room room(m, rows, memory);
+  const int64_t used = memory.used();
+  const LongchatLinear last[1] = {*s->head};
+  Attention attention;
+  parallel(m.threads, [&](Team& team, int thread) {
+    for (int index = 0; index < s->n_layers; ++index) {
+      const LongchatBlock& block = s->blocks[index];
+      const LongchatLayer& layer = s->layers[index];
+      if (thread == 0) memory.release(used);
+      project(m, block, s->x, rows, room, team, thread);
+      if (thread == 0) {
+        place(m, block, rows, room, {layer.cos, layer.sin, layer.planes, s->q + index * m.heads * head,
+              layer.k[0], layer.v[0], head, layer.k_head[0], layer.v_head[0]});
+        for (int h = 0; layer.k[1] && h < m.kv_heads; ++h) {
+          __builtin_memcpy(layer.k[1] + h * layer.k_head[1], layer.k[0] + h * layer.k_head[0], head * 2);
+          __builtin_memcpy(layer.v[1] + h * layer.v_head[1], layer.v[0] + h * layer.v_head[0], head * 2);
         }
-        found = span.observe == 1 ? (p > found ? p : found) : found + p;
+        attention = attention_of(index);
+        attention.prepare(memory);
       }
-      span.observed[group * span.keys + j] = span.observe == 2 ? found / share : found;
+      team.barrier();
+      attention.run(team);
+      team.barrier();
+      finish(m, block, s->x, rows, out, head, m.dim, room, team, thread);
     }
-  };
-
-  parallel(a->threads, [&](Team& team, int) {
-    int64_t begin, end;
-    while (team.take(0, items, 1, &begin, &end)) one(begin);
-    team.barrier();
-    while (team.take(1, queries, 1, &begin, &end)) merge(begin);
-    if (!logits) return;
-    team.barrier();
-    int64_t stage = 2;
-    for (int s = 0; s < a->n_spans && stage < 8; ++s) {
-      const LongchatSpan& span = a->spans[s];
-      if (!span.observe) continue;
-      while (team.take(stage, span.observe_groups * chunks_of(span), 1, &begin, &end)) {
-        const int64_t group = begin / chunks_of(span), low = begin % chunks_of(span) * kKeys;
-        observe(span, kept + first_logit[s], group, low, low + kKeys < span.keys ? low + kKeys : span.keys);
-      }
-      ++stage;
+    if (thread == 0) {
+      memory.release(used);
+      for (int r = 0; r < rows; ++r) norm(s->x + r * width, s->norm, room.normed + r * width, m.width, m.eps);
+      room.input = quantized_input(last, room.normed, rows, memory);
     }
+    team.barrier();
+    multiply(last, room.input, s->logits, rows, team);
   });
 }
 

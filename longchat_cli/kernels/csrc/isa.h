@@ -6,12 +6,15 @@
 namespace longchat {
 
 struct Isa {
-  decltype(&longchat_linear) linear;
-  decltype(&longchat_enter) enter;
-  decltype(&longchat_leave) leave;
-  decltype(&longchat_attend) attend;
+  void (*linear)(const LongchatLinear*, const float*, float, const float*, float*, int, int);
+  void (*enter)(const LongchatModel*, const LongchatBlock*, const float*, int, const float*, const float*, int,
+                uint16_t*, uint16_t*, uint16_t*);
+  void (*leave)(const LongchatModel*, const LongchatBlock*, float*, int, const uint16_t*, int64_t, int64_t);
+  void (*attend)(const LongchatAttention*);
+  void (*step)(const LongchatStep*);
   decltype(&longchat_add_norm) add_norm;
-  decltype(&longchat_rotate) rotate;
+  void (*rotate)(const LongchatModel*, const LongchatBlock*, const uint16_t* const[3], const int64_t[3], int,
+                 const float*, const float*, int, uint16_t*, uint16_t*, uint16_t*);
   decltype(&longchat_gated) gated;
 };
 

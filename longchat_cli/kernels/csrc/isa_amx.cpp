@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <new>
+
 #include "isa.h"
 #include "threads.h"
 
@@ -85,7 +87,7 @@ struct Laid {
 };
 
 // What a thread works in.
-struct alignas(64) Room {
+struct alignas(64) TileRoom {
   uint16_t q[kRowBlock * kMaxDim];
   float logits[kRowBlock * kKeyBlock];
   uint16_t weights[kRowBlock * kKeyBlock];
@@ -146,7 +148,7 @@ void multiply_values(const uint16_t* weights, const uint16_t* values, int dim, f
 }
 
 // One block's logits to weights, the running maximum and sum; `low` and `high` per row within the block.
-void soften_block(const LongchatAttention& a, Room& room, int rows, const int* low, const int* high) {
+void soften_block(const LongchatAttention& a, TileRoom& room, int rows, const int* low, const int* high) {
   const __m512 factor = _mm512_set1_ps(a.softcap > 0 ? kLog2E : a.scale * kLog2E);
   bool shrinks = false;
   for (int row = 0; row < rows; ++row) {
@@ -184,7 +186,7 @@ void soften_block(const LongchatAttention& a, Room& room, int rows, const int* l
     for (int i = 0; i < a.dim; ++i) room.out[row * a.dim + i] *= room.shrink[row];
 }
 
-void attend_block(const LongchatAttention& a, const Laid* laid, Room& room, int head, int first, int padded_dim) {
+void attend_block(const LongchatAttention& a, const Laid* laid, TileRoom& room, int head, int first, int padded_dim) {
   const int rows = a.rows - first < kRowBlock ? a.rows - first : kRowBlock;
   const int64_t block_keys = static_cast<int64_t>(kKeyBlock) * padded_dim, block_values = static_cast<int64_t>(kKeyBlock) * a.dim;
   for (int row = 0; row < kRowBlock; ++row) {
@@ -225,8 +227,6 @@ void attend_block(const LongchatAttention& a, const Laid* laid, Room& room, int 
   }
 }
 
-thread_local Scratch rooms;
-
 void attend_many(const LongchatAttention* a) {
   const int padded_dim = up(a->dim, 32);
   Laid laid[16];
@@ -240,16 +240,16 @@ void attend_many(const LongchatAttention* a) {
     blocks += laid[s].blocks * span.groups;
     bytes += laid[s].blocks * span.groups * kKeyBlock * (padded_dim + a->dim) * 2 + 128;
   }
-  scratch.reset(bytes);
+  scratch.reset(bytes + a->threads * static_cast<int64_t>(sizeof(TileRoom)) + 64);
   for (int s = 0; s < a->n_spans; ++s) {
     const int64_t keys = laid[s].blocks * a->spans[s].groups * kKeyBlock;
     laid[s].keys = scratch.take<uint16_t>(keys * padded_dim);
     laid[s].values = scratch.take<uint16_t>(keys * a->dim);
   }
+  TileRoom* rooms = scratch.take<TileRoom>(a->threads);
   const int64_t row_blocks = (a->rows + kRowBlock - 1) / kRowBlock;
-  parallel(a->threads, [&](Team& team, int) {
-    rooms.reset(sizeof(Room));
-    Room& room = *rooms.take<Room>(1);
+  parallel(a->threads, [&](Team& team, int thread) {
+    TileRoom& room = rooms[thread];
     int64_t begin, end;
     while (team.take(0, blocks, 1, &begin, &end)) {
       int s = a->n_spans - 1;
@@ -272,7 +272,7 @@ void attend_many(const LongchatAttention* a) {
     const TileConfig config;
     _tile_loadconfig(&config);
     // The last rows see most and take longest: they go first.
-    while (team.take(1, row_blocks * a->heads, 1, &begin, &end))
+    while (team.take(0, row_blocks * a->heads, 1, &begin, &end))
       attend_block(*a, laid, room, static_cast<int>(begin % a->heads),
                    static_cast<int>(row_blocks - 1 - begin / a->heads) * kRowBlock, padded_dim);
     _tile_release();
@@ -295,11 +295,18 @@ int longchat_attends_many() {
   static const bool found = available();
   return found;
 }
-void longchat_attend_many(const LongchatAttention* a) { attend_many(a); }
+int longchat_attend_many(const LongchatAttention* a) {
+  try {
+    attend_many(a);
+    return 1;
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+}
 
 #else
 
 int longchat_attends_many() { return 0; }
-void longchat_attend_many(const LongchatAttention*) {}
+int longchat_attend_many(const LongchatAttention*) { return 1; }
 
 #endif

@@ -1,6 +1,8 @@
 // The kernels in avx2 instructions.
 #include <stdlib.h>
 
+#include <new>
+
 #include "isa.h"
 #include "threads.h"
 
@@ -13,6 +15,6 @@
 #include "attention.inl"
 
 namespace longchat {
-const Isa kAvx2 = {linear, enter, leave, attend, add_norm, rotate, gated};
+const Isa kAvx2 = {linear, enter, leave, attend, step, add_norm, rotate, gated};
 }
 #endif

@@ -1,6 +1,8 @@
 // The kernels in portable instructions.
 #include <stdlib.h>
 
+#include <new>
+
 #include "isa.h"
 #include "threads.h"
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -11,5 +13,5 @@
 #include "attention.inl"
 
 namespace longchat {
-const Isa kPortable = {linear, enter, leave, attend, add_norm, rotate, gated};
+const Isa kPortable = {linear, enter, leave, attend, step, add_norm, rotate, gated};
 }

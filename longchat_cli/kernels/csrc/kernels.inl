@@ -74,10 +74,10 @@ inline float norm_factor(const float* x, int n, float eps) {
 
 // A row of activations as int8 numbers with a scale for each `group` columns: x = scale (code + fine / 254).
 struct Quantized {
-  int8_t* codes;   // [2 planes, columns rounded up to 32]
+  int8_t* codes;   // [2, columns rounded up to 32]: codes, then what they leave
   float* scale;    // [groups]
   float* sum;      // [groups], of x: what a weight's minimum is multiplied with
-  int32_t* whole;  // [2 planes, groups], sums of codes
+  int32_t* whole;  // [2, groups], sums of both
 };
 
 inline int padded(int cols) { return (cols + kBlock - 1) / kBlock * kBlock; }
@@ -95,7 +95,7 @@ inline Quantized quantized_at(char* memory, int cols) {
 
 inline float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }  // below 2^22
 
-inline void quantize(const float* x, int cols, int group, int planes, Quantized q) {
+inline void quantize(const float* x, int cols, int group, Quantized q) {
   const int all = padded(cols);
   for (int g = 0; g * group < all; ++g) {
     float part[kBlock] = {}, most[16] = {};
@@ -120,7 +120,7 @@ inline void quantize(const float* x, int cols, int group, int planes, Quantized 
     q.scale[g] = largest / 127.0f;
     q.whole[g] = whole;
     q.whole[groups16(cols) + g] = fine;
-    q.sum[g] = q.scale[g] * (whole + (planes == 2 ? fine / 254.0f : 0.0f));
+    q.sum[g] = q.scale[g] * (whole + fine / 254.0f);
   }
 }
 
@@ -356,7 +356,7 @@ struct Codes {
 #endif
 
 // One tile times ROWS rows of activations: 16 results for each.
-template <int BITS, int GROUP, bool MINIMA, int PLANES, int ROWS>
+template <int BITS, int GROUP, bool MINIMA, int ROWS>
 void tile(const LongchatLinear& w, const uint8_t* record, const Quantized* x, float (*y)[kTile]) {
   constexpr int kGroups = kBlock / GROUP;
   const int blocks = padded(w.cols) / kBlock, all = padded(w.cols), groups = groups16(w.cols);
@@ -378,8 +378,7 @@ void tile(const LongchatLinear& w, const uint8_t* record, const Quantized* x, fl
           const int32_t whole = x[r].whole[plane * groups + g];
           return kGroups == 1 ? code.dot(at, whole) : code.dot(at, whole, part);
         };
-        Sum16 product = dot(0);
-        if (PLANES == 2) product = fused(spread(1.0f / 254.0f), dot(1), product);
+        const Sum16 product = fused(spread(1.0f / 254.0f), dot(1), dot(0));
         sum[r] = fused(times(x[r].scale[g], product), scale, sum[r]);
         sum[r] = fused(spread(x[r].sum[g]), least, sum[r]);
       }
@@ -390,22 +389,19 @@ void tile(const LongchatLinear& w, const uint8_t* record, const Quantized* x, fl
 
 using Tile = void (*)(const LongchatLinear&, const uint8_t*, const Quantized*, float (*)[kTile]);
 
-template <int BITS, int GROUP, bool MINIMA, int PLANES>
+template <int BITS, int GROUP, bool MINIMA>
 Tile tile_for(int rows) {
-  return rows == 1   ? tile<BITS, GROUP, MINIMA, PLANES, 1>
-         : rows == 2 ? tile<BITS, GROUP, MINIMA, PLANES, 2>
-         : rows == 3 ? tile<BITS, GROUP, MINIMA, PLANES, 3>
-                     : tile<BITS, GROUP, MINIMA, PLANES, 4>;
+  return rows == 1   ? tile<BITS, GROUP, MINIMA, 1>
+         : rows == 2 ? tile<BITS, GROUP, MINIMA, 2>
+         : rows == 3 ? tile<BITS, GROUP, MINIMA, 3>
+                     : tile<BITS, GROUP, MINIMA, 4>;
 }
 
 template <int BITS>
 Tile tile_for(const LongchatLinear& w, int rows) {
-  const bool minima = w.offset < 0, two = w.planes == 2;
-  if (w.group == 16)
-    return minima ? (two ? tile_for<BITS, 16, true, 2>(rows) : tile_for<BITS, 16, true, 1>(rows))
-                  : (two ? tile_for<BITS, 16, false, 2>(rows) : tile_for<BITS, 16, false, 1>(rows));
-  return minima ? (two ? tile_for<BITS, 32, true, 2>(rows) : tile_for<BITS, 32, true, 1>(rows))
-                : (two ? tile_for<BITS, 32, false, 2>(rows) : tile_for<BITS, 32, false, 1>(rows));
+  const bool minima = w.offset < 0;
+  if (w.group == 16) return minima ? tile_for<BITS, 16, true>(rows) : tile_for<BITS, 16, false>(rows);
+  return minima ? tile_for<BITS, 32, true>(rows) : tile_for<BITS, 32, false>(rows);
 }
 
 Tile tile_for(const LongchatLinear& w, int rows) {
@@ -434,17 +430,23 @@ class Scratch {
     used_ += bytes;
     return reinterpret_cast<T*>(at);
   }
-  // Room for so many bytes in all; what was taken before is gone.
+  // Room for so many bytes in all; what was taken before is gone. Much more than that is given back. Throws
+  // bad_alloc.
   void reset(int64_t bytes) {
     used_ = 0;
     bytes += 64 * 64;
-    if (bytes <= size_) return;
+    if (bytes <= size_ && size_ <= (bytes > kKept ? bytes : kKept)) return;
     __builtin_free(memory_);
+    size_ = 0;
     memory_ = static_cast<char*>(aligned_alloc(64, (bytes + 63) / 64 * 64));
+    if (!memory_) throw std::bad_alloc();
     size_ = bytes;
   }
+  int64_t used() const { return used_; }
+  void release(int64_t used) { used_ = used; }
 
  private:
+  static constexpr int64_t kKept = 32 << 20;  // bytes that a small call leaves as they are
   char* memory_ = nullptr;
   int64_t size_ = 0, used_ = 0;
 };
@@ -452,7 +454,8 @@ class Scratch {
 thread_local Scratch scratch;  // of the thread that calls
 
 // The rows that a product takes: as they are, and quantized as its parts want them.
-constexpr int kRows = 4;
+constexpr int kRows = 8;
+constexpr int kTogether = 4;  // rows whose sums fit the registers
 constexpr int kParts = 3;
 
 struct Input {
@@ -469,12 +472,12 @@ Input quantized_input(const LongchatLinear (&w)[N], const float* x, int rows, Sc
     if (w[part].rows == 0 || w[part].bits == 16) continue;
     for (int r = 0; r < rows; ++r) {
       Quantized& to = input.rows[part][r];
-      if (part && w[part].group == w[0].group && w[part].planes == w[0].planes && w[0].bits != 16) {
+      if (part && w[part].group == w[0].group && w[0].bits != 16) {
         to = input.rows[0][r];
         continue;
       }
       to = quantized_at(memory.take<char>(quantized_bytes(w[part].cols)), w[part].cols);
-      quantize(x + static_cast<int64_t>(r) * w[part].cols, w[part].cols, w[part].group, w[part].planes, to);
+      quantize(x + static_cast<int64_t>(r) * w[part].cols, w[part].cols, w[part].group, to);
     }
   }
   return input;
@@ -491,7 +494,6 @@ void multiply_part(const LongchatLinear& w, const float* x, const Quantized* qua
                    int rows, Team& team, int stage) {
   const int64_t tiles = (w.rows + kTile - 1) / kTile;
   const int64_t share = tiles / (team.size() * 6), step = share < 1 ? 1 : share > 64 ? 64 : share;
-  const Tile some = w.bits == 16 ? nullptr : tile_for(w, rows);
   const int64_t tile_bytes = w.bits == 16 ? 0 : record_bytes(w) * (padded(w.cols) / kBlock);
   int64_t begin, end;
   while (team.take(stage, tiles, step, &begin, &end))
@@ -505,16 +507,17 @@ void multiply_part(const LongchatLinear& w, const float* x, const Quantized* qua
             found[r][i] = dot_bf16(weights + static_cast<int64_t>(first + i) * w.cols,
                                    x + static_cast<int64_t>(r) * w.cols, w.cols);
       } else {
-        some(w, w.codes + t * tile_bytes, quantized, found);
+        for (int r = 0; r < rows; r += kTogether)
+          tile_for(w, rows - r < kTogether ? rows - r : kTogether)(w, w.codes + t * tile_bytes, quantized + r, found + r);
       }
       for (int r = 0; r < rows; ++r)
         for (int i = 0; i < n; ++i) y[r * stride + first + i] = found[r][i];
     }
 }
 
-// This thread's share of y [rows, out of all parts]; at most kRows rows. Takes the stages from `stage` on.
+// This thread's share of y [rows, out of all parts]. Takes the stages from `stage` on.
 template <int N>
-void multiply(const LongchatLinear (&w)[N], const Input& input, float* y, int rows, Team& team, int stage) {
+void multiply(const LongchatLinear (&w)[N], const Input& input, float* y, int rows, Team& team, int stage = 0) {
   const int64_t stride = rows_of(w);
   for (int part = 0; part < N; ++part) {
     if (w[part].rows) multiply_part(w[part], input.x, input.rows[part], y, stride, rows, team, stage + part);
@@ -522,23 +525,64 @@ void multiply(const LongchatLinear (&w)[N], const Input& input, float* y, int ro
   }
 }
 
-void linear(const LongchatLinear* w, const float* x, float* y, int rows, int threads) {
-  const LongchatLinear one[1] = {*w};
-  for (int first = 0; first < rows; first += kRows) {
-    const int some = rows - first < kRows ? rows - first : kRows;
-    scratch.reset(input_bytes(w->cols, some));
-    const Input input = quantized_input(one, x + static_cast<int64_t>(first) * w->cols, some, scratch);
-    float* to = y + static_cast<int64_t>(first) * w->rows;
-    parallel(threads, [&](Team& team, int) { multiply(one, input, to, some, team, 0); });
-  }
-}
-
-// ---- between products --------------------------------------------------------------------------------------
-
 inline void norm(const float* x, const float* weight, float* y, int n, float eps) {
   const float factor = norm_factor(x, n, eps);
   for (int i = 0; i < n; ++i) y[i] = x[i] * factor * weight[i];
 }
+
+// ---- a layer -----------------------------------------------------------------------------------------------
+
+// What a layer of up to kRows rows computes in. Between products the calling thread prepares the next one's
+// input: it alone takes memory.
+struct Room {
+  Scratch& memory;
+  float *normed, *heads, *seen, *y, *wide, *gated, *spare;
+  Input input;
+
+  static int64_t bytes(const LongchatModel& m, int rows) {
+    const int widest = m.width > m.hidden ? m.width : m.hidden, seen = m.heads * m.dim;
+    const int64_t floats = 2 * m.width + (2 * m.heads + 2 * m.kv_heads) * m.dim + 3 * m.hidden;
+    return (rows * floats + m.width) * 4 + 5 * input_bytes(widest > seen ? widest : seen, rows);
+  }
+  Room(const LongchatModel& m, int rows, Scratch& from) : memory(from) {
+    normed = memory.take<float>(rows * m.width);
+    heads = memory.take<float>(rows * (m.heads + 2 * m.kv_heads) * m.dim);
+    seen = memory.take<float>(rows * m.heads * m.dim);
+    y = memory.take<float>(rows * m.width);
+    wide = memory.take<float>(rows * 2 * m.hidden);
+    gated = memory.take<float>(rows * m.hidden);
+    spare = memory.take<float>(m.width);
+  }
+  template <int N>
+  void prepare(const LongchatLinear (&w)[N], const float* x, int rows) {
+    input = quantized_input(w, x, rows, memory);
+  }
+  // As `prepare`, of x normed.
+  template <int N>
+  void prepare_normed(const LongchatLinear (&w)[N], const float* x, const float* weight, float eps, int rows) {
+    const int width = w[0].cols;
+    for (int r = 0; r < rows; ++r) norm(x + r * width, weight, normed + r * width, width, eps);
+    prepare(w, normed, rows);
+  }
+};
+
+void linear(const LongchatLinear* w, const float* weight, float eps, const float* x, float* y, int rows,
+            int threads) {
+  const LongchatLinear one[1] = {*w};
+  scratch.reset(input_bytes(w->cols, rows) + static_cast<int64_t>(rows) * w->cols * 4);
+  float* normed = scratch.take<float>(static_cast<int64_t>(rows) * w->cols);
+  for (int r = 0; weight && r < rows; ++r) norm(x + r * w->cols, weight, normed + r * w->cols, w->cols, eps);
+  const Input input = quantized_input(one, weight ? normed : x, rows, scratch);
+  parallel(threads, [&](Team& team, int) { multiply(one, input, y, rows, team); });
+}
+
+// Where a layer's queries, keys and values go, and how they are turned: heads so far apart, rows one after another.
+struct Places {
+  const float *cos, *sin;  // [rows, planes]
+  int planes;
+  uint16_t *q, *k, *v;
+  int64_t q_head, k_head, v_head;
+};
 
 // One head's row: norm, then rotation of neighbours `planes` apart; to bfloat16.
 inline void rotate_head(float* x, const float* weight, const float* cos, const float* sin, int planes, int dim,
@@ -553,39 +597,41 @@ inline void rotate_head(float* x, const float* weight, const float* cos, const f
   for (int i = 2 * planes; i < dim; ++i) to[i] = narrow(x[i]);
 }
 
-// One row's heads [q heads, k heads, v heads] x dim of float32, before the bias -> their places in q, k and v.
-void place_row(const LongchatModel& m, const LongchatBlock& b, float* heads, int row, int rows, const float* cos,
-               const float* sin, int planes, uint16_t* q, uint16_t* k, uint16_t* v) {
-  const float *c = cos + static_cast<int64_t>(row) * planes, *s = sin + static_cast<int64_t>(row) * planes;
+// One row's heads [q heads, k heads, v heads] x dim of float32, before the bias.
+void place_row(const LongchatModel& m, const LongchatBlock& b, float* heads, int row, const Places& to) {
+  const float *c = to.cos + static_cast<int64_t>(row) * to.planes, *s = to.sin + static_cast<int64_t>(row) * to.planes;
   if (b.qkv_bias)
     for (int i = 0; i < (m.heads + 2 * m.kv_heads) * m.dim; ++i) heads[i] += b.qkv_bias[i];
-  for (int h = 0; h < m.heads + m.kv_heads; ++h) {
+  for (int h = 0; h < m.heads + m.kv_heads; ++h, heads += m.dim) {
     const bool query = h < m.heads;
-    const int64_t at = (static_cast<int64_t>(query ? h : h - m.heads) * rows + row) * m.dim;
-    rotate_head(heads + static_cast<int64_t>(h) * m.dim, query ? b.q_norm : b.k_norm, c, s, planes, m.dim, m.eps,
-                (query ? q : k) + at);
+    uint16_t* at = (query ? to.q + h * to.q_head : to.k + (h - m.heads) * to.k_head) + static_cast<int64_t>(row) * m.dim;
+    rotate_head(heads, query ? b.q_norm : b.k_norm, c, s, to.planes, m.dim, m.eps, at);
   }
-  const float* values = heads + static_cast<int64_t>(m.heads + m.kv_heads) * m.dim;
-  for (int h = 0; h < m.kv_heads; ++h)
-    for (int i = 0; i < m.dim; ++i)
-      v[(static_cast<int64_t>(h) * rows + row) * m.dim + i] = narrow(values[h * m.dim + i]);
+  for (int h = 0; h < m.kv_heads; ++h, heads += m.dim)
+    for (int i = 0; i < m.dim; ++i) to.v[h * to.v_head + static_cast<int64_t>(row) * m.dim + i] = narrow(heads[i]);
+}
+
+// q, k, v of x [rows, width] before rotation, to room.heads. All threads come here, and leave together.
+void project(const LongchatModel& m, const LongchatBlock& b, const float* x, int rows, Room& room, Team& team,
+             int thread) {
+  if (thread == 0) room.prepare_normed(b.qkv, x, b.attention_norm, m.eps, rows);
+  team.barrier();
+  multiply(b.qkv, room.input, room.heads, rows, team);
+  team.barrier();
+}
+
+void place(const LongchatModel& m, const LongchatBlock& b, int rows, Room& room, const Places& to) {
+  const int64_t all = (m.heads + 2 * m.kv_heads) * m.dim;
+  for (int r = 0; r < rows; ++r) place_row(m, b, room.heads + r * all, r, to);
 }
 
 void enter(const LongchatModel* m, const LongchatBlock* b, const float* x, int rows, const float* cos,
            const float* sin, int planes, uint16_t* q, uint16_t* k, uint16_t* v) {
-  const int64_t width = m->width, out = rows_of(b->qkv);
-  for (int first = 0; first < rows; first += kRows) {
-    const int some = rows - first < kRows ? rows - first : kRows;
-    scratch.reset(input_bytes(m->width, some) + (width + out) * some * 4);
-    float* normed = scratch.take<float>(some * width);
-    float* y = scratch.take<float>(some * out);
-    for (int r = 0; r < some; ++r)
-      norm(x + (first + r) * width, b->attention_norm, normed + r * width, m->width, m->eps);
-    const Input input = quantized_input(b->qkv, normed, some, scratch);
-    parallel(m->threads, [&](Team& team, int) { multiply(b->qkv, input, y, some, team, 0); });
-    for (int r = 0; r < some; ++r)
-      place_row(*m, *b, y + r * out, first + r, rows, cos, sin, planes, q, k, v);
-  }
+  scratch.reset(Room::bytes(*m, rows));
+  Room room(*m, rows, scratch);
+  parallel(m->threads, [&](Team& team, int thread) { project(*m, *b, x, rows, room, team, thread); });
+  const int64_t head = static_cast<int64_t>(rows) * m->dim;
+  place(*m, *b, rows, room, {cos, sin, planes, q, k, v, head, head, head});
 }
 
 inline void join(float* x, const float* y, const float* after, float* spare, int n, float eps) {
@@ -601,54 +647,50 @@ inline void gate(const LongchatModel& m, const float* gate, const float* up, flo
     for (int i = 0; i < m.hidden; ++i) gated[i] = silu(gate[i]) * up[i];
 }
 
-void leave_rows(const LongchatModel& m, const LongchatBlock& b, float* x, int rows, const uint16_t* out,
-                int64_t out_head, int64_t out_row) {
+// The attention's out [heads, rows, dim] joins x, then the MLP. All threads come here; the first one leaves last.
+void finish(const LongchatModel& m, const LongchatBlock& b, float* x, int rows, const uint16_t* out,
+            int64_t out_head, int64_t out_row, Room& room, Team& team, int thread) {
   const int64_t attended = m.heads * m.dim, width = m.width, hidden = m.hidden;
-  const int64_t widest = attended > hidden ? (attended > width ? attended : width) : (hidden > width ? hidden : width);
-  scratch.reset(rows * (attended + 3 * width + 3 * hidden) * 4 + 3 * input_bytes(static_cast<int>(widest), rows));
-  float* seen = scratch.take<float>(rows * attended);
-  float* y = scratch.take<float>(rows * width);
-  float* normed = scratch.take<float>(rows * width);
-  float* wide = scratch.take<float>(rows * 2 * hidden);
-  float* gated = scratch.take<float>(rows * hidden);
-  float* spare = scratch.take<float>(width);
-  for (int r = 0; r < rows; ++r)
-    for (int h = 0; h < m.heads; ++h)
-      for (int i = 0; i < m.dim; ++i)
-        seen[r * attended + h * m.dim + i] = widen(out[h * out_head + r * out_row + i]);
-  Input input = quantized_input(b.o, seen, rows, scratch);
-  // Between products the calling thread prepares the next one's input: it alone owns the scratch.
-  parallel(m.threads, [&](Team& team, int thread) {
-    multiply(b.o, input, y, rows, team, 0);
-    team.barrier();
-    if (thread == 0) {
-      for (int r = 0; r < rows; ++r) {
-        if (b.o_bias)
-          for (int i = 0; i < width; ++i) y[r * width + i] += b.o_bias[i];
-        join(x + r * width, y + r * width, b.after_attention, spare, m.width, m.eps);
-        norm(x + r * width, b.mlp_norm, normed + r * width, m.width, m.eps);
-      }
-      input = quantized_input(b.gate_up, normed, rows, scratch);
+  if (thread == 0) {
+    for (int r = 0; r < rows; ++r)
+      for (int h = 0; h < m.heads; ++h)
+        for (int i = 0; i < m.dim; ++i)
+          room.seen[r * attended + h * m.dim + i] = widen(out[h * out_head + r * out_row + i]);
+    room.prepare(b.o, room.seen, rows);
+  }
+  team.barrier();
+  multiply(b.o, room.input, room.y, rows, team);
+  team.barrier();
+  if (thread == 0) {
+    for (int r = 0; r < rows; ++r) {
+      float* y = room.y + r * width;
+      for (int i = 0; b.o_bias && i < width; ++i) y[i] += b.o_bias[i];
+      join(x + r * width, y, b.after_attention, room.spare, m.width, m.eps);
     }
-    team.barrier();
-    multiply(b.gate_up, input, wide, rows, team, 1);
-    team.barrier();
-    if (thread == 0) {
-      for (int r = 0; r < rows; ++r)
-        gate(m, wide + r * 2 * hidden, wide + r * 2 * hidden + hidden, gated + r * hidden);
-      input = quantized_input(b.down, gated, rows, scratch);
-    }
-    team.barrier();
-    multiply(b.down, input, y, rows, team, 3);
-  });
-  for (int r = 0; r < rows; ++r) join(x + r * width, y + r * width, b.after_mlp, spare, m.width, m.eps);
+    room.prepare_normed(b.gate_up, x, b.mlp_norm, m.eps, rows);
+  }
+  team.barrier();
+  multiply(b.gate_up, room.input, room.wide, rows, team);
+  team.barrier();
+  if (thread == 0) {
+    for (int r = 0; r < rows; ++r)
+      gate(m, room.wide + r * 2 * hidden, room.wide + r * 2 * hidden + hidden, room.gated + r * hidden);
+    room.prepare(b.down, room.gated, rows);
+  }
+  team.barrier();
+  multiply(b.down, room.input, room.y, rows, team);
+  team.barrier();
+  if (thread == 0)
+    for (int r = 0; r < rows; ++r) join(x + r * width, room.y + r * width, b.after_mlp, room.spare, m.width, m.eps);
 }
 
 void leave(const LongchatModel* m, const LongchatBlock* b, float* x, int rows, const uint16_t* out,
            int64_t out_head, int64_t out_row) {
-  for (int first = 0; first < rows; first += kRows)
-    leave_rows(*m, *b, x + static_cast<int64_t>(first) * m->width, rows - first < kRows ? rows - first : kRows,
-               out + first * out_row, out_head, out_row);
+  scratch.reset(Room::bytes(*m, rows));
+  Room room(*m, rows, scratch);
+  parallel(m->threads, [&](Team& team, int thread) {
+    finish(*m, *b, x, rows, out, out_head, out_row, room, team, thread);
+  });
 }
 
 // ---- the same for many rows --------------------------------------------------------------------------------
@@ -689,6 +731,8 @@ void rotate(const LongchatModel* m, const LongchatBlock* b, const uint16_t* cons
   const int counts[3] = {m->heads, m->kv_heads, m->kv_heads}, all = m->heads + 2 * m->kv_heads;
   scratch.reset(static_cast<int64_t>(m->threads) * all * m->dim * 4 + 64);
   float* memory = scratch.take<float>(static_cast<int64_t>(m->threads) * all * m->dim);
+  const int64_t head = static_cast<int64_t>(rows) * m->dim;
+  const Places to_places{cos, sin, planes, q, k, v, head, head, head};
   each_row(m->threads, rows, [&](int64_t row, int thread) {
     float* heads = memory + static_cast<int64_t>(thread) * all * m->dim;
     float* to = heads;
@@ -697,7 +741,7 @@ void rotate(const LongchatModel* m, const LongchatBlock* b, const uint16_t* cons
       for (int i = 0; i < counts[part] * m->dim; ++i) to[i] = widen(from[i]);
       to += counts[part] * m->dim;
     }
-    place_row(*m, *b, heads, static_cast<int>(row), rows, cos, sin, planes, q, k, v);
+    place_row(*m, *b, heads, static_cast<int>(row), to_places);
   });
 }
 

@@ -18,7 +18,6 @@ struct LongchatLinear {
   int32_t bits;
   int32_t group;   // columns that share a scale: 16 or 32
   int32_t offset;  // -1: minima are stored
-  int32_t planes;  // int8 numbers an activation is kept in: 1, or 2 for twice the digits
 };
 
 // A decoder layer. Pointers that a model has no use for are null, parts of a product that are one have no rows.
@@ -67,6 +66,29 @@ struct LongchatAttention {
   float scale, softcap;  // softcap 0: none
 };
 
+// What a step needs of a layer's state: what its queries see, and where the new keys and values, which are among
+// that, go in up to two buffers (null: none); heads so far apart, rows one after another.
+struct LongchatLayer {
+  const LongchatSpan* spans;
+  uint16_t *k[2], *v[2];
+  int64_t k_head[2], v_head[2];
+  const float *cos, *sin;  // [rows, planes], of the new tokens
+  int32_t n_spans, planes;
+};
+
+struct LongchatStep {
+  const LongchatModel* model;
+  const LongchatBlock* blocks;
+  const LongchatLayer* layers;
+  const float* norm;           // [width], before the last product
+  const LongchatLinear* head;  // the last product
+  float* x;                    // [rows, width]; changed
+  uint16_t* q;                 // [layers, heads, rows, dim]: the queries, for whoever wants them
+  float* logits;               // [rows, out]
+  int32_t n_layers, rows;
+  float scale;
+};
+
 // Changes whenever something here does.
 int longchat_abi();
 // "avx512", "avx2", "neon" or "portable": what this CPU is served by.
@@ -74,22 +96,28 @@ const char* longchat_isa();
 // Serve by another one that this CPU has; 0 when it has not.
 int longchat_use(const char* isa);
 
-// y [rows, out] = x [rows, in] W^T; x and y are float32.
-void longchat_linear(const LongchatLinear*, const float* x, float* y, int rows, int threads);
+// What returns an int returns 0 when there was not enough memory. Rows are eight at most where not said otherwise.
+
+// y [rows, out] = x [rows, in] W^T, x normed by `norm` [in] unless it is null; x and y are float32.
+int longchat_linear(const LongchatLinear*, const float* norm, float eps, const float* x, float* y, int rows,
+                    int threads);
 
 // Norm, q, k, v products, q and k norms and rotation (cos, sin [rows, planes]) of x [rows, width].
 // q [heads, rows, dim], k and v [kv_heads, rows, dim], bfloat16, contiguous.
-void longchat_enter(const LongchatModel*, const LongchatBlock*, const float* x, int rows, const float* cos,
+int longchat_enter(const LongchatModel*, const LongchatBlock*, const float* x, int rows, const float* cos,
                     const float* sin, int planes, uint16_t* q, uint16_t* k, uint16_t* v);
 // The attention's out [heads, rows, dim] joins x [rows, width], then the MLP.
-void longchat_leave(const LongchatModel*, const LongchatBlock*, float* x, int rows, const uint16_t* out,
+int longchat_leave(const LongchatModel*, const LongchatBlock*, float* x, int rows, const uint16_t* out,
                     int64_t out_head, int64_t out_row);
 
-void longchat_attend(const LongchatAttention*);
+int longchat_attend(const LongchatAttention*);
+
+// Tokens through all layers in one call: as enter, attend and leave for each, then linear.
+int longchat_step(const LongchatStep*);
 
 // The same for many rows, with tile instructions where this CPU has them: no lists, nothing observed.
 int longchat_attends_many();
-void longchat_attend_many(const LongchatAttention*);
+int longchat_attend_many(const LongchatAttention*);
 
 // to [heads, n, bytes] = the entries at `index` [heads, n] of x, whose heads and entries are so many bytes apart.
 void longchat_gather(const char* x, int64_t head, int64_t entry, const int64_t* index, char* to, int heads,
@@ -100,7 +128,7 @@ void longchat_gather(const char* x, int64_t head, int64_t entry, const int64_t* 
 void longchat_add_norm(float* x, const uint16_t* add, const float* after, const float* weight, uint16_t* out,
                        int rows, int width, float eps, int threads);
 // q, k, v [rows, heads x dim] as products gave them, rows `stride` apart -> as longchat_enter gives them.
-void longchat_rotate(const LongchatModel*, const LongchatBlock*, const uint16_t* const qkv[3],
+int longchat_rotate(const LongchatModel*, const LongchatBlock*, const uint16_t* const qkv[3],
                      const int64_t stride[3], int rows, const float* cos, const float* sin, int planes,
                      uint16_t* q, uint16_t* k, uint16_t* v);
 // out [rows, hidden] = act(gate) * up, bfloat16; gate and up have rows `stride` apart.

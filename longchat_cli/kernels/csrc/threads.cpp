@@ -79,10 +79,11 @@ const int forked = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 }  // namespace
 
 void Team::barrier() {
-  if (size_ == 1) return;
+  if (size_ == 1) return begin();
   const uint32_t round = round_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
+    begin();
     round_.store(round + 1, std::memory_order_release);
     return;
   }

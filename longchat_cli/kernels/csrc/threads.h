@@ -14,11 +14,11 @@ class Team {
   explicit Team(int size) : size_(size) {}
   int size() const { return size_; }
 
-  // All threads meet here; what was written before is seen after.
+  // All threads meet here; what was written before is seen after, and all stages begin anew.
   void barrier();
 
   // The next `step` items of a stage's `count`: [begin, end); false when none are left. Stages are numbered
-  // from 0 to 7 within a call.
+  // from 0 to 7 between barriers.
   bool take(int stage, int64_t count, int64_t step, int64_t* begin, int64_t* end) {
     const int64_t at = taken_[stage].fetch_add(step, std::memory_order_relaxed);
     if (at >= count) return false;
@@ -28,6 +28,10 @@ class Team {
   }
 
  private:
+  void begin() {
+    for (auto& taken : taken_) taken.store(0, std::memory_order_relaxed);
+  }
+
   int size_;
   std::atomic<int> arrived_{0};
   std::atomic<uint32_t> round_{0};
