@@ -28,6 +28,12 @@ from longchat_cli.terminal_text import Sanitizer
 
 LONG = 2.0
 """Seconds after which it is said that an index is still being made."""
+DIRECT = "Answer the question with words from the text, in one short sentence."
+"""The system prompt where the user gives none and a question is about a place.
+
+Left to itself the default model takes "how many" for a sum to be worked out and talks about "the text": of 44
+natural questions 18 were answered with it and 13 without.
+"""
 QUOTED = 3
 """Passages that `quote` gives where the method's options name no number."""
 AROUND = 160
@@ -321,6 +327,7 @@ class _Session:
         self.engine, self.documents, self.request = engine, documents, request
         self.emit, self.console, self.interrupts, self.show = emit, console, interrupts, show
         self.weigh, self.sources = weigh, Sources(documents)
+        self.system = DIRECT if request.system is None else request.system
         self.warned = False
         self.total = sum(engine.count(_body(document)) for document in documents)
         self.store = request.store and request.store.of(self.total, model=engine.info.model)
@@ -370,7 +377,7 @@ class _Session:
         """The documents are in the prompt: one prefill of what the questions share, then each question."""
         prompts = [self._prompt(self.documents, question) for question in self.request.questions]
         # Read up to the question for a single one too: the same chunks, so the same answer, however many.
-        begin = opening(self.engine, self.request.system, self.documents)
+        begin = opening(self.engine, self.system, self.documents)
         shared = len(begin)
         reading, reused = self._read_first(begin, method)
         mark = self.engine.snapshot()
@@ -393,7 +400,7 @@ class _Session:
         budget = max(self.room - len(self._prompt([], question)) - AROUND, 1)
         found = finder.find(question, budget)
         timings = {"find_s": build + time.perf_counter() - start}
-        prompt = self.engine.render(messages(self.request.system, self._compose_passages(found, question)))
+        prompt = self.engine.render(messages(self.system, self._compose_passages(found, question)))
         if self.show:
             self.show(self.engine, prompt)
         self.engine.reset()
@@ -479,7 +486,7 @@ class _Session:
         return {**where, "begin": part.begin, "end": part.end, "note": note.text, "kept": note.kept}
 
     def _prompt(self, documents: Sequence[Document], question: str) -> Prompt:
-        return self.engine.render(messages(self.request.system, compose(documents, question)))
+        return self.engine.render(messages(self.system, compose(documents, question)))
 
     def _longest(self) -> int:
         """Tokens of the longest prompt; a text that cannot fit is not encoded a second time."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import resource
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +23,7 @@ from longchat_cli import local
 from longchat_cli.__main__ import main
 from longchat_cli.cli import cli
 from longchat_cli.errors import BadInput, MissingInput, UsageError
+from longchat_cli.pages import Store
 from longchat_cli.prose import prose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,8 +39,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
-    import random
-
     path = tmp_path / "book.txt"
     path.write_text(prose(6_000, random.Random(3)), encoding="utf-8")
     return path
@@ -175,6 +179,35 @@ def test_a_damaged_page_is_made_anew(run: Run, book: Path, place: Path) -> None:
     done = run("ask", book, "What is it?")
     assert (done.stdout, reused(done)) == (expected, (0, 0))
     assert reused(run("ask", book, "What is it?"))[0] > 2000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [("recall", "--find", "attention"), ("sink", "--window", "64")], ids=str)
+def test_killed_at_any_moment_of_reading_and_answering(
+    tiny_model: Callable[..., Path], tmp_path: Path, place: Path, method: tuple[str, ...]
+) -> None:
+    """Twenty times: no page is damaged, and the next run says what one without a cache does."""
+    book = tmp_path / "long.txt"
+    book.write_text(prose(80_000, random.Random(4)), encoding="utf-8")
+    command = [sys.executable, "-m", "longchat_cli", "ask", str(book), "What is it?", "--json", "--no-log"]
+    command += ["--model", str(tiny_model()), "--max-tokens", "16", "--method", *method]
+
+    def answer(*more: str) -> dict[str, Any]:
+        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+        row = json.loads(done.stdout)
+        return {key: row[key] for key in ("answer", "passages", "citations", "rested")}
+
+    begun = time.perf_counter()
+    fresh = answer("--no-cache")
+    seconds = time.perf_counter() - begun
+    for _ in range(20):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(random.uniform(0.3, 1.1) * seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not Store(place).verify()[1]
+    assert answer() == fresh
+    assert Store(place).entries() and answer() == fresh
 
 
 def test_damaged_pages_are_listed_as_such(run: Run, book: Path, place: Path) -> None:

@@ -42,6 +42,7 @@ from longchat_cli.terminal import Console, Interrupts
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="The same seed gives the same questions."
 )
+@click.option("--gold", is_flag=True, help="Ask each question of its planted text alone, too.")
 @click.option("--rank-only", is_flag=True, help="Find passages and write no answers (recall).")
 @click.option(
     "--output",
@@ -89,6 +90,7 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
         seed=params["seed"],
         data=tuple(map(Path, params["data"])),
         per_text=params["per_text"],
+        gold=params["gold"],
         output=None if params["output"] is None else Path(params["output"]),
     )
     kind = running.find(task)

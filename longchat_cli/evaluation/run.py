@@ -59,7 +59,8 @@ class Subject:
 @dataclass(frozen=True)
 class Options:
     """How much of a task: `n` questions at each of `lengths` (tokens), `per_text` of them over one text (the
-    task's own number by default), texts and records from `data`; `output` keeps what some tasks measure."""
+    task's own number by default), texts and records from `data`; `output` keeps what some tasks measure.
+    `gold`: each question is asked of its planted text alone, too."""
 
     lengths: tuple[int, ...] = (2000,)
     n: int = 20
@@ -67,6 +68,7 @@ class Options:
     data: tuple[Path, ...] = ()
     per_text: int | None = None
     output: Path | None = None
+    gold: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _asking(help: str, generate: Generator, answer_tokens: int = 32) -> Task:
         samples: list[dict[str, Any]] = []
         expected = options.n * len(options.lengths)
         for case in _cases(generate, subject, options):
-            samples += _ask(case, subject)
+            samples += _ask(case, subject, options.gold)
             progress(len(samples), max(expected, len(samples)))
         if all(sample["error"] for sample in samples):
             raise BadInput("no question could be asked", samples[0]["error"] if samples else "")
@@ -131,7 +133,7 @@ def _cases(generate: Generator, subject: Subject, options: Options) -> Iterator[
         yield from generate(Setting(length, options.n, subject.count, rng, options.data, options.per_text))
 
 
-def _ask(case: Case, subject: Subject) -> list[dict[str, Any]]:
+def _ask(case: Case, subject: Subject, gold: bool) -> list[dict[str, Any]]:
     assert subject.answer is not None, "this task needs a subject that answers"
     begun = time.perf_counter()
     error = ""
@@ -146,7 +148,21 @@ def _ask(case: Case, subject: Subject) -> list[dict[str, Any]]:
         "seconds": round((time.perf_counter() - begun) / len(case.queries), 3),
         "error": error,
     }
-    return [{**shared, **_judge(query, answer)} for query, answer in zip(case.queries, answers, strict=True)]
+    samples = [
+        {**shared, **_judge(query, answer)} for query, answer in zip(case.queries, answers, strict=True)
+    ]
+    return (
+        [sample | _gold(query, subject) for sample, query in zip(samples, case.queries, strict=True)]
+        if gold
+        else samples
+    )
+
+
+def _gold(query: Query, subject: Subject) -> dict[str, Any]:
+    """What is answered from nothing but the planted text."""
+    assert subject.search is not None, "this subject reads no other texts"
+    (answer,) = subject.search().from_text("full", query.evidence, [query.question])
+    return {"gold_answer": answer, "gold": grade(answer, query.references, query.every)}
 
 
 def _judge(query: Query, answer: Answer) -> dict[str, Any]:
@@ -173,6 +189,8 @@ def _total(length: int, samples: list[dict[str, Any]]) -> dict[str, Any]:
     low, high = interval(correct, n)
     total = {"length": length, "n": n, "correct": correct, "accuracy": correct / n, "low": low, "high": high}
     total["errors"] = sum(bool(sample["error"]) for sample in samples)
+    if all("gold" in sample for sample in samples):
+        total["gold"] = sum(sample["gold"] for sample in samples)
     if any(sample["passages"] for sample in samples):
         ranks = [sample["rank"] for sample in samples if sample["rank"]]
         total |= {"found_first": ranks.count(1), "found": len(ranks)}

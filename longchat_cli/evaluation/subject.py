@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from longchat_cli import ask
@@ -129,6 +130,7 @@ def subject(
         finder = ask.local_finder(engine, documents, request.options, console)
         return [[_place(documents, p) for p in _read_first(finder, question)] for question in questions]
 
+    @cache
     def search() -> Searcher:
         return Searcher(open_engine, request, console, interrupts)
 

@@ -123,7 +123,7 @@ class Finder:
         if not passage.parts.get("definitions"):
             return passage
         begin, end = definition_range(self.outlines[passage.document].text, passage.focus[0])
-        return replace(passage, begin=begin, end=end)
+        return replace(passage, begin=begin, end=end, whole=True)
 
     def _grown(self, passage: Passage, margin: int) -> Passage:
         begin, end = self.outlines[passage.document].grow(passage.begin, passage.end, margin)

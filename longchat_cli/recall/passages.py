@@ -96,7 +96,8 @@ class Outline:
 class Passage:
     """Characters [begin, end) of document number `document`, called `source`.
 
-    `focus` is the sentence in it that answers the question best; `parts` the scores behind `score`.
+    `focus` is the sentence in it that answers the question best; `parts` the scores behind `score`. A
+    `whole` one, a definition with its body, needs no text around it.
     """
 
     document: int
@@ -106,17 +107,19 @@ class Passage:
     score: float
     focus: tuple[int, int]
     parts: dict[str, float] = field(default_factory=dict)
+    whole: bool = False
 
 
 @dataclass(frozen=True)
 class ReadingPlan:
     """How a model reads best: the number of passages, their margin in tokens on each side, their order.
 
-    The default suits the smallest models, which answer best from the first passage alone.
+    The default suits the smallest models, which answer best from the first passage alone; the text around it
+    holds what it speaks of, and of natural questions as many answers again as the passage itself.
     """
 
     passages: int = 1
-    margin: int = 0
+    margin: int = 64
     order: Literal["document", "best first", "best last"] = "document"
 
 
@@ -130,7 +133,7 @@ def choose(
     taken: list[Passage] = []
     for passage in ranked[: plan.passages]:
         outline = outlines[passage.document]
-        begin, end = outline.grow(passage.begin, passage.end, plan.margin)
+        begin, end = outline.grow(passage.begin, passage.end, 0 if passage.whole else plan.margin)
         if not taken:
             begin, end = outline.trim(begin, end, passage.focus[0], budget)
         wider = merge([*taken, replace(passage, begin=begin, end=end)])
