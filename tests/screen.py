@@ -34,12 +34,13 @@ class Screen:
         self.child.delaybeforesend = None
         self.raw = b""
         self.screen = pyte.HistoryScreen(size[1], size[0], history=20_000, ratio=1)
-        self.screen.write_process_input = self.write  # it asks where the cursor is
+        self.screen.write_process_input = self.child.send  # it asks where the cursor is
         self._stream = pyte.ByteStream(self.screen)
-        self._prompts = 0
+        self._written = 0  # bytes of `raw` when the last key was typed
 
     def write(self, text: str) -> None:
         """Keys, as a terminal sends them."""
+        self._written = len(self.raw)
         if len(text) < 1024:
             self.child.send(text)
         else:  # more than a terminal takes before somebody reads
@@ -67,9 +68,11 @@ class Screen:
         return self.text()
 
     def prompt(self, seconds: float = TIMEOUT) -> str:
-        """Wait for the next prompt that was not waited for; returns the screen."""
-        self._prompts += 1
-        return self.until(lambda: self.raw.count(PASTE_ON.encode()) >= self._prompts, seconds)
+        """Wait for a prompt that comes after the last key, or after the last one waited for; the screen."""
+        ready = PASTE_ON.encode()
+        self.until(lambda: ready in self.raw[self._written :], seconds)
+        self._written = self.raw.index(ready, self._written) + len(ready)
+        return self.text()
 
     def say(self, text: str, seconds: float = TIMEOUT) -> str:
         """Type a line and wait for the prompt after it; returns the screen."""

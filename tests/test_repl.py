@@ -121,9 +121,10 @@ def test_commands(start: Start, tmp_path: Path) -> None:
     ]
 
 
-def test_every_command_has_its_help_and_completion(start: Start) -> None:
+def test_every_command_has_its_help_and_completion(start: Start, tmp_path: Path) -> None:
     from longchat_cli.repl.commands import COMMANDS
 
+    (tmp_path / "note.txt").write_text("The mill has seven sails.\n")
     screen = start("chat", size=(50, 100))
     screen.prompt()
     shown = screen.say("/help")
@@ -131,17 +132,19 @@ def test_every_command_has_its_help_and_completion(start: Start) -> None:
         assert f"\n/{name} {command.takes}".rstrip() in shown
         assert command.help in shown
     assert "/undo   take the last" in screen.say("/help undo")
-    for typed, offered in (
-        ("/re", "answer the last turn again"),
-        ("/method ca", "  cca"),
-        ("/set k", "emacs"),
+    for typed, offered, completed in (
+        ("/re", "answer the last turn again", "/retry"),
+        ("/method lm", "lm-infinite", "/method lm-infinite"),
+        ("/set k", "emacs", "/set keys"),
+        ("/file no", "note.txt", "/file note.txt"),
+        ("/model gem", "Gemma", "/model gemma3-270m"),
     ):
-        screen.write(typed + "\t")
+        screen.write(typed)
         screen.until(offered)
+        screen.write("\t")
+        screen.until(f"> {completed}")
         screen.write("\x15")
-    screen.write("/method lm\t")
-    screen.until("> /method lm-infinite")
-    screen.write("\x15/set keys vi\r")
+    screen.write("/set keys vi\r")
     screen.prompt()
     screen.write("hallo\x1b")
     time.sleep(0.7)  # a lone Escape is told from the beginning of a key by what does not follow
@@ -167,8 +170,7 @@ def test_line_editor(start: Start, tmp_path: Path) -> None:
     screen.write("\r\r")
     assert screen.prompt().count("You said: the river") == 2
     screen.write("a river\x18\x05")  # Ctrl-X Ctrl-E
-    screen.until("> a lake")
-    assert "You said: a lake" in screen.say("")
+    screen.until("> a lake\nYou said: a lake\n>")
     assert "You said: the lake" in screen.say("/edit 3")
     assert "nothing was changed" in screen.say("/edit 3")
     assert "Enter adds a line, Alt-Enter sends" in screen.say("/multiline")
@@ -181,9 +183,9 @@ def test_line_editor(start: Start, tmp_path: Path) -> None:
     assert screen.text().replace(" ", "").count("日本語👍🏽xok") == 2
     screen.write("w" * 60)
     screen.until("w" * 60)
-    screen.resize(20, 50)
-    screen.until("> " + "w" * 48 + "\n" + "w" * 12)
-    assert "sink" in screen.lines()[-1]
+    screen.resize(30, 50)
+    screen.until("> " + "w" * 48 + "\n  " + "w" * 12)
+    screen.until(lambda: "sink" in screen.lines()[-1])
     assert "You said: " + "w" * 40 in screen.say("")
     screen.write("\x04")
     assert screen.ended() == 0
@@ -314,18 +316,27 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_part(start: Start) -> None:
     screen.prompt()
     screen.write("a long story about the river\r")
     screen.until("You ")
-    screen.write("typed ahead\x03")
+    screen.write("\x03")
     assert "stopped; what was said is kept, Ctrl-C again leaves" in screen.prompt()
     assert "^C" not in screen.text()
     time.sleep(2.1)
     screen.write("\x03")
     assert "Ctrl-C again or Ctrl-D leaves" in screen.prompt()
-    assert "1 turn," in screen.say("/context")
-    time.sleep(1)
-    screen.write("\x03")
-    screen.prompt()
     screen.write("\x03")
     assert (screen.ended(), screen.restored()) == (130, True)
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_prompt(start: Start) -> None:
+    screen = start("chat", delay="0.1,0")
+    screen.prompt()
+    screen.write("one\r")
+    screen.until("You ")
+    screen.write("/context\rtwo")
+    screen.prompt()
+    screen.until("1 turn,")
+    screen.prompt()
+    screen.until("> two")
+    assert "You said: one\n> /context\n" in screen.text()
 
 
 def test_ctrl_c_while_a_turn_is_read_takes_it_back(start: Start) -> None:
@@ -394,10 +405,11 @@ def test_closed_terminal(start: Start, moment: str, shell: str, codes: set[int])
     assert screen.hang_up(5) in codes
 
 
-def test_suspended_and_back(start: Start) -> None:
+def test_suspended_and_back(start: Start, tmp_path: Path) -> None:
     """Ctrl-Z at the prompt and during an answer gives the shell its terminal; `fg` goes on."""
-    shell = "bash --norc -i < /dev/tty"
-    screen = start("chat", delay="0.1,0", shell=f"printf '{{}}' > run; PS1='shell: ' exec {shell}")
+    (tmp_path / "inputrc").write_text("set enable-bracketed-paste off\n")
+    shell = "INPUTRC=inputrc exec bash --norc -i < /dev/tty"
+    screen = start("chat", delay="0.1,0", shell=f"printf '{{}}' > run; PS1='shell: ' {shell}")
     screen.until("shell:")
     screen.write(". ./run\r")
     screen.prompt()
@@ -412,7 +424,7 @@ def test_suspended_and_back(start: Start) -> None:
     screen.until("You ")
     _suspend(screen, "\x1a")
     screen.write("fg\r")
-    assert "You said: half a line more" in screen.prompt().replace("\n", "")
+    assert ": half a line more\n>" in screen.prompt()
     assert screen.say("/quit").rstrip().endswith("shell:")
     assert (screen.restored(), screen.echoes()) == (True, True)
 

@@ -86,7 +86,7 @@ def _help(repl: Repl, argument: str) -> None:
 
 _KEYS = """\
 Alt-Enter adds a line, Ctrl-R searches the history, Ctrl-X Ctrl-E opens $EDITOR, Tab completes,
-Ctrl-C stops an answer and twice leaves, Ctrl-D leaves, Ctrl-Z suspends; // begins a turn with a slash"""
+Ctrl-C stops an answer and twice leaves, Ctrl-D leaves, Ctrl-Z suspends; //x sends the words /x"""
 
 
 def _context(repl: Repl, argument: str) -> None:

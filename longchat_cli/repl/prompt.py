@@ -20,52 +20,44 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
 PROMPT = "> "
-_CONTINUED = ". "
 _REMEMBERED = 1 << 16
 """Characters of an input that the history file keeps; a pasted book is not typed again."""
 
 
 class Prompt:
-    """Asks for input on the terminal `source`. `choices` completes slash commands."""
+    """Asks for input on the terminal `source`. `choices` completes slash commands.
+
+    A dumb terminal (TERM) gets a plain line.
+    """
 
     def __init__(self, source: TextIO, choices: Choices) -> None:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.application import get_app
-        from prompt_toolkit.filters import Condition
-        from prompt_toolkit.input import create_input
-        from prompt_toolkit.output import create_output
-
         self.source = source
         self._multiline = False
-        several = Condition(lambda: self._multiline)
-        command = Condition(lambda: get_app().current_buffer.document.text.startswith("/"))
-        # A prompt on stdout that goes to a file would end up in it. None: a plain prompt where TERM=dumb.
-        output = None if is_tty(sys.stdout) else create_output(always_prefer_tty=True)
-        reading = None if source is sys.stdin else create_input(source)
-        self._session: PromptSession[str] = PromptSession(
-            history=_history(),
-            key_bindings=_bindings(several),
-            multiline=several,
-            prompt_continuation=_CONTINUED,
-            completer=completer(choices),
-            complete_while_typing=command,
-            reserve_space_for_menu=6,
-            enable_open_in_editor=True,
-            tempfile_suffix=".md",
-            input=reading,
-            output=output,
-        )
+        dumb = os.environ.get("TERM") == "dumb"
+        self._session = None if dumb else _session(source, choices, lambda: self._multiline)
 
     def ask(self, toolbar: str, keys: str, multiline: bool) -> str:
         """What was typed, with `toolbar` below and emacs or vi `keys`; Enter sends, or adds a line where
         `multiline`, and Alt-Enter the other. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        if self._session is None:
+            return self._plain()
         from prompt_toolkit.enums import EditingMode
 
         self._multiline = multiline
         self._session.editing_mode = EditingMode.VI if keys == "vi" else EditingMode.EMACS
-        # A text, no function: it is not made anew at every key.
         with _signals() as begin:
+            # The toolbar is a text, no function: it is not made anew at every key.
             return self._session.prompt(PROMPT, bottom_toolbar=toolbar, pre_run=begin)
+
+    def _plain(self) -> str:
+        shown = sys.stdout if is_tty(sys.stdout) else sys.stderr
+        shown.write(PROMPT)
+        shown.flush()
+        with echo(self.source, True):
+            line = self.source.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
 
     def edit(self, text: str) -> str:
         """`text` as $VISUAL or $EDITOR leaves it. Raises UsageError when that fails."""
@@ -77,6 +69,33 @@ class Prompt:
         except click.ClickException as error:
             raise UsageError("the editor failed", error.format_message(), "set $VISUAL or $EDITOR") from error
         return text if changed is None else changed.rstrip("\n")
+
+
+def _session(source: TextIO, choices: Choices, multiline: Callable[[], bool]) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.filters import Condition
+    from prompt_toolkit.input import create_input
+    from prompt_toolkit.output import create_output
+
+    several = Condition(multiline)
+    command = Condition(lambda: get_app().current_buffer.document.text.startswith("/"))
+    # A prompt on stdout that goes to a file would end up in it.
+    output = None if is_tty(sys.stdout) else create_output(always_prefer_tty=True)
+    reading = None if source is sys.stdin else create_input(source)
+    return PromptSession(
+        history=_history(),
+        key_bindings=_bindings(several),
+        multiline=several,
+        prompt_continuation=lambda width, line, wraps: "  " if wraps else ". ",
+        completer=completer(choices),
+        complete_while_typing=command,
+        reserve_space_for_menu=6,
+        enable_open_in_editor=True,
+        tempfile_suffix=".md",
+        input=reading,
+        output=output,
+    )
 
 
 def _bindings(several: Any) -> Any:
