@@ -30,11 +30,11 @@ class Evicting(Method):
 class EvictingLayer(FullLayer):
     """Keeps a prompt whole until the first token is decoded after it, then `budget` entries by `weigh`.
 
-    The last `recent` entries always stay. `weigh` may use `queries`, the last `window` ones of the prompt.
+    The last `newest` entries always stay. `weigh` may use `queries`, the last `window` ones of the prompt.
     """
 
-    fixed = FullLayer.fixed | {"budget", "recent", "window"}
-    recent = window = 0
+    fixed = FullLayer.fixed | {"budget", "newest", "window"}
+    newest = window = 0
 
     def __init__(self, method: Any, rope: Rope | None) -> None:
         super().__init__(method, rope)
@@ -63,7 +63,7 @@ class EvictingLayer(FullLayer):
     def evict(self, scores: Tensor) -> None:
         """Keep the recent entries and those with the highest scores, within the budget."""
         if len(self.kv) > self.budget:
-            self.keep(best(scores, self.budget, self.recent))
+            self.keep(best(scores, self.budget, self.newest))
 
     def keep(self, index: Tensor) -> None:
         """Keep the entries at index int64 [KV heads, n] and free the others."""

@@ -32,7 +32,7 @@ class H2O(Evicting):
 class H2OLayer(EvictingLayer):
     def __init__(self, method: Any, rope: Rope | None) -> None:
         super().__init__(method, rope)
-        self.recent = method.budget // 2
+        self.newest = method.budget // 2
         self.mass: Tensor | None = None  # attention each entry has had, [KV heads, entries]
 
     def watch(self, new: Step) -> Observe:

@@ -35,10 +35,10 @@ class SnapKV(Evicting):
 class SnapKVLayer(EvictingLayer):
     def __init__(self, method: Any, rope: Rope | None) -> None:
         super().__init__(method, rope)
-        self.recent = self.window = min(method.window, method.budget)
+        self.newest = self.window = min(method.window, method.budget)
 
     def weigh(self, new: Step) -> Tensor:
         assert self.queries is not None
         observe = Observe("sum", self.method.heads)
-        weights = observed(self.kv, self.queries, new, observe)[:, : -self.recent]
-        return F.pad(pooled(weights, self.method.pool, self.method.pooling), (0, self.recent))
+        weights = observed(self.kv, self.queries, new, observe)[:, : -self.newest]
+        return F.pad(pooled(weights, self.method.pool, self.method.pooling), (0, self.newest))
