@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longchat_cli.attention.buffer import Buffer, KVBuffer
+from longchat_cli.attention.buffer import KVBuffer
 from longchat_cli.attention.layer import (
     LARGEST,
     Method,
@@ -73,12 +73,9 @@ class SinkLayer(WindowLayer):
             self.head.fill(self.sinks, self.kept(new), new.v)
         return super().spans(new)
 
-    def joins(self, new: Rows) -> list[Buffer]:
-        self._fill_pins()
-        return super().joins(new)
-
     def sees(self, new: Rows) -> list[Seen]:
         recent = super().sees(new)
+        self._fill_pins()
         if isinstance(new.end, int) and new.end <= self.window:
             return recent
         left = self.left(new)
@@ -137,7 +134,7 @@ class SinkLayer(WindowLayer):
         return [held for held in (self.head, *self.pins) if len(held)]
 
     def _fill_pins(self) -> None:
-        """Keep of pinned turns what was read since; it is still in the window."""
+        """Keep of pinned turns what was read since, before it can leave the window."""
         for held, stop in zip(self.pins, self.stops, strict=True):
             if held.end < (end := min(stop, self.kv.end)):
                 held.append(*self.kv.between(held.end, end))
