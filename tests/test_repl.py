@@ -425,8 +425,10 @@ def test_suspended_and_back(start: Start, tmp_path: Path) -> None:
     _suspend(screen, "\x1a")
     screen.write("fg\r")
     assert ": half a line more\n>" in screen.prompt()
-    assert screen.say("/quit").rstrip().endswith("shell:")
-    assert (screen.restored(), screen.echoes()) == (True, True)
+    screen.write("/quit\r")
+    screen.until(lambda: screen.text().rstrip().endswith("> /quit\nshell:"))
+    screen.write("stty -a\r")
+    assert " -echo " not in screen.until(" echoe ")
 
 
 def _suspend(screen: Screen, key: str | None) -> None:
