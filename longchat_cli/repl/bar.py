@@ -40,15 +40,16 @@ def gauge(share: float, width: int = 10) -> str:
 
 def shares(counts: Sequence[int], width: int) -> list[int]:
     """`width` in parts like `counts` (largest remainders), none of what is not zero below 1."""
-    total, there = sum(counts), sum(count > 0 for count in counts)
-    if not total or width < there:
+    total = sum(counts)
+    if not total or width < sum(count > 0 for count in counts):
         return [0] * len(counts)
-    free = width - there  # one cell each, the rest in proportion
-    exact = [count * free / total for count in counts]
-    cells = [int(share) + (count > 0) for share, count in zip(exact, counts, strict=True)]
-    order = sorted(range(len(counts)), key=lambda i: int(exact[i]) - exact[i])
-    for i in order[: width - sum(cells)]:
+    exact = [count * width / total for count in counts]
+    cells = [max(int(share), share > 0) for share in exact]
+    order = sorted(range(len(counts)), key=lambda i: cells[i] - exact[i])
+    for i in order[: max(width - sum(cells), 0)]:
         cells[i] += 1
+    while sum(cells) > width:  # what was lifted to 1
+        cells[cells.index(max(cells))] -= 1
     return cells
 
 

@@ -18,7 +18,7 @@ from longchat_cli.documents.names import printable
 from longchat_cli.engine import Piece, Progress
 from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.repl import bar, commands
-from longchat_cli.repl.markdown import Markdown
+from longchat_cli.repl.answer import Printer
 from longchat_cli.repl.prompt import Prompt
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal import Console, Interrupts, coloured, echo, is_tty
@@ -55,14 +55,16 @@ def run(
     record: Record | None = None,
     keys: str = "emacs",
     plain: bool = False,
+    thoughts: bool = True,
 ) -> None:
     """Chat until the end of input; `keyboard` names a terminal to read from instead of standard input.
 
-    `keys`: emacs or vi; `plain`: no colours in answers. Raises KeyboardInterrupt when Ctrl-C ended it.
+    `keys`: emacs or vi; `plain`: no colours in answers; `thoughts` before answers are shown, on stderr.
+    Raises KeyboardInterrupt when Ctrl-C ended it.
     """
     source = _keyboard(keyboard) if keyboard else sys.stdin
     chat = Repl((conversation, open_engine, options), sampling, console, workbench, record)
-    chat.keys, chat.styled = keys, not plain and coloured(sys.stdout)
+    chat.keys, chat.thoughts, chat.styled = keys, thoughts, not plain and coloured(sys.stdout)
     if not chat.begin(conversation):
         raise KeyboardInterrupt
     if is_tty(source):
@@ -95,7 +97,7 @@ class Repl:
         self.record = record
         self.interrupts = Interrupts()
         self.prompt: Prompt | None = None
-        self.keys, self.multiline, self.styled = "emacs", False, False
+        self.keys, self.multiline, self.styled, self.thoughts = "emacs", False, False, True
         self.speed = 0.0  # tokens per second of the last answer
 
     def begin(self, conversation: Conversation) -> bool:
@@ -166,23 +168,15 @@ class Repl:
             self.console.notice(f"stopped; {what}, Ctrl-C again leaves")
 
     def _print(self, pieces: Iterator[Piece]) -> None:
-        sanitizer, markdown = Sanitizer(), Markdown() if self.styled else None
-        ended, count, begun = True, -1, time.perf_counter()
+        printer, count, begun = Printer(self.styled, self.thoughts), -1, time.perf_counter()
         try:
             for piece in pieces:
-                if count < 0:
+                if count < 0:  # reading is no part of the speed
                     begun = time.perf_counter()
                 count += len(piece.ids)
-                shown = sanitizer.feed(piece.text)
-                ended = shown.endswith("\n") if shown else ended
-                sys.stdout.write(markdown.feed(shown) if markdown else shown)
-                sys.stdout.flush()
+                printer.write(piece)
         finally:
-            if markdown:
-                sys.stdout.write(markdown.flush())
-        if not ended:
-            sys.stdout.write("\n")
-        sys.stdout.flush()
+            printer.end()
         if count > 0:
             self.speed = count / (time.perf_counter() - begun)
 

@@ -122,6 +122,8 @@ class Markdown:
         at = 0
         for found in _RUNS.finditer(text):
             if found.end() == len(text) and not complete:
+                yield self._plain(text[at : found.start()])
+                at = found.start()
                 break
             yield self._plain(text[at : found.start()])
             at = found.end()

@@ -23,7 +23,7 @@ _SAMPLERS: dict[str, Callable[[str], Any]] = {
     "repetition-penalty": float,
     "seed": lambda text: None if text == "off" else int(text),
 }
-WORDS = {"keys": ("emacs", "vi"), "markdown": ("on", "off")}
+WORDS = {"keys": ("emacs", "vi"), "markdown": ("on", "off"), "think": ("show", "hide")}
 NAMES = (*_SAMPLERS, *WORDS)
 
 
@@ -43,6 +43,8 @@ def get(repl: Repl, name: str) -> Any:
         return repl.keys
     if name == "markdown":
         return "on" if repl.styled else "off"
+    if name == "think":
+        return "show" if repl.thoughts else "hide"
     value = getattr(repl.sampling, name.replace("-", "_"))
     return "off" if value is None else value
 
@@ -61,5 +63,7 @@ def put(repl: Repl, name: str, text: str) -> None:
         raise UsageError(f"{name} is {' or '.join(WORDS[name])}, not {printable(text)}")
     if name == "markdown":
         repl.styled = text == "on"
+    elif name == "think":
+        repl.thoughts = text == "show"
     else:
         repl.keys = text
