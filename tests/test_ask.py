@@ -13,7 +13,7 @@ import pytest
 from conftest import write_tiny_tokenizer
 from fakes import FakeEngine, Opener
 
-from longchat_cli.ask import Answer, Request, ask, quote, split_arguments
+from longchat_cli.ask import DIRECT, Answer, Request, ask, quote, split_arguments
 from longchat_cli.documents import Collection, Document
 from longchat_cli.errors import BadInput, ContextOverflow, UsageError
 from longchat_cli.sampling import Sampling
@@ -187,6 +187,25 @@ def test_state_holds_the_prompt_exactly(run: Ask) -> None:
     assert "other.txt\nThe mill" in shown
     assert "Be brief." in shown
     assert shown.index("sails") < shown.index("is the river wide?") < shown.index("You said")
+
+
+@pytest.mark.parametrize("document", [SHORT, LONG], ids=["full", "recall"])
+def test_the_model_is_told_to_answer_from_the_text_unless_the_user_says_what_it_is(
+    run: Ask, document: Document
+) -> None:
+    def shown(**request: Any) -> str:
+        engine = run("what is in line 150?", documents=[document], **request).engine
+        return engine.assembler.show(type(engine.render([]))(engine.ids))
+
+    assert DIRECT in shown() and shown().index(DIRECT) < shown().index("Text:")
+    for words in ("Be brief.", ""):
+        assert DIRECT not in shown(system=words)
+
+
+def test_the_first_token_is_timed_for_each_question(run: Ask) -> None:
+    done = run("is the river wide?", "who is it?")
+    first, second = (answer.timings for answer in done.answers)
+    assert first["prefill_s"] <= first["first_token_s"] and second["first_token_s"] > 0
 
 
 def test_auto_reads_passages_of_a_long_document(run: Ask) -> None:
