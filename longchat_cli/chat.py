@@ -20,6 +20,7 @@ from longchat_cli.models import catalog
 from longchat_cli.pages import Store
 from longchat_cli.sampling import Sampling
 from longchat_cli.sessions import About, Chat, Session, Turn, known_as
+from longchat_cli.thinking import Thoughts
 
 Cancel = Callable[[], bool]
 WINDOW = 1020
@@ -68,6 +69,10 @@ class Conversation:
     read again. `kept`: the chat that goes on, after `begin`.
     """
 
+    think: int | None = None
+    """Tokens of thoughts before an answer at most; None: as many as the model likes."""
+    shows_thoughts: bool = True
+    """Whether pieces of thoughts are handed on; they are kept in any case."""
     notice: Callable[[str], None] = staticmethod(lambda text: None)
     """Is told what memory has done."""
 
@@ -265,18 +270,72 @@ class Conversation:
             return
         if documents is None:
             self._added = []
-        answer = self.turns[-1]
+        answer, thinking, mark = self.turns[-1], self.engine.thinking, None
+        if self._drops_thoughts and thinking:
+            mark = self.engine.snapshot()
+            self.engine.prefill(thinking.opened)
+        thought = bool(thinking and thinking.opened)
         try:
-            for piece in self.engine.generate(self._within_room(sampling), cancel):
-                answer.text += piece.text
-                answer.ids.extend(piece.ids)
+            for piece in self._answer(sampling, cancel):
+                thought = thought or piece.thought
+                if piece.thought:
+                    answer.thoughts += piece.text
+                else:
+                    answer.text += piece.text
+                if mark is None or not piece.thought:
+                    answer.ids.extend(piece.ids)
                 answer.stop = piece.stop or answer.stop
                 if self.session:
                     self.session.stream(self.chat())
-                yield piece
+                if self.shows_thoughts or not piece.thought or piece.stop:
+                    yield piece
         finally:
+            if mark is not None and thought:
+                answer.ids = array.array("I", self.engine.encode(answer.text))
             self._save(len(self.turns) - 1)
+        if mark is not None and thought:  # as the template has it from the next turn on
+            self.engine.restore(mark)
+            self.engine.prefill(answer.ids)
         self._keep()
+
+    def _answer(self, sampling: Sampling, cancel: Cancel | None) -> Iterator[Piece]:
+        """Generate, thoughts told from the answer and cut short where they are too long."""
+        thinking, left = self.engine.thinking, sampling.max_tokens
+        if thinking is None:
+            yield from self.engine.generate(self._within_room(sampling), cancel)
+            return
+        thoughts, most = Thoughts(thinking), self.think
+        if most == 0:
+            yield self._put(thinking.closing if thoughts.inside else thinking.skipping)
+            thoughts.close()
+            most = None
+        while True:
+            pieces = self.engine.generate(self._within_room(replace(sampling, max_tokens=left)), cancel)
+            for piece in pieces:
+                left -= len(piece.ids)
+                yield from thoughts.feed(piece)
+                if (
+                    most is not None
+                    and thoughts.inside
+                    and thoughts.count >= most
+                    and left
+                    and not piece.stop
+                ):
+                    break
+            else:
+                return
+            yield self._put(thinking.closing)
+            thoughts.close()
+
+    def _put(self, ids: Sequence[int]) -> Piece:
+        """Tokens that the model did not write itself, as part of its thoughts."""
+        self.engine.prefill(ids)
+        return Piece("", tuple(ids), thought=True)
+
+    @property
+    def _drops_thoughts(self) -> bool:
+        thinking = self.engine.thinking
+        return thinking is not None and thinking.dropped
 
     def _exchanged(
         self,
@@ -347,6 +406,9 @@ class Conversation:
         else:
             user = recalled.before(compose((*self.documents, *documents), text))
             ids = self.engine.render(messages(self.system, user)).ids[len(self.opening) :]
+        thinking = self.engine.thinking
+        if thinking and thinking.dropped and thinking.opened:  # no earlier turn has it
+            ids = ids[: -len(thinking.opened)]
         return Turn("user", text, None, array.array("I", ids), self._end, documents=documents)
 
     def _rendered(self, turns: Sequence[Turn], same: bool) -> list[Turn]:

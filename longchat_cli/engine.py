@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from longchat_cli.pages import Store
 from longchat_cli.prompt import Message, Prompt
 from longchat_cli.sampling import Sampling
+from longchat_cli.thinking import Thinking
 
 Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all)."""
@@ -39,13 +40,14 @@ class Piece:
     """A piece of a streamed answer: printable `text` (complete characters only) and the tokens behind it.
 
     `stop` is set on the last piece: 'eos', 'length', 'stop' (a stop string), 'loop' (greedy
-    decoding repeats itself) or 'cancelled'.
+    decoding repeats itself) or 'cancelled'. A `thought` comes before the answer and is none of it.
     """
 
     text: str
     ids: tuple[int, ...] = ()
     logprob: float = 0.0
     stop: str | None = None
+    thought: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,10 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """How the model thinks before it answers; None: it does not."""
 
     def count(self, text: str) -> int:
         """Tokens in `text` by the model's own tokenizer, special tokens off."""

@@ -30,6 +30,7 @@ from longchat_cli.prefix import Prefix
 from longchat_cli.prompt import Assembler, Message, Prompt
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal_text import StopMatcher
+from longchat_cli.thinking import Thinking
 from longchat_cli.tokens import Tokenizer
 
 CHUNK = 512
@@ -83,6 +84,10 @@ class LocalEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def thinking(self) -> Thinking | None:
+        return self.assembler.thinking
 
     @property
     def cache(self) -> Cache:

@@ -22,6 +22,7 @@ import jinja2.sandbox
 import jinja2.visitor
 
 from longchat_cli.errors import BadInput
+from longchat_cli.thinking import BEGIN, END, Thinking
 from longchat_cli.tokens import Tokenizer
 
 Role = Literal["system", "user", "assistant"]
@@ -38,7 +39,6 @@ _LIMIT = 1 << 20  # characters a template may write in one render
 _STEPS = 1 << 16  # loop steps and macro calls it may take
 _EDGE = "\u2003"  # a blank no template writes: it is gone after rendering if the template trims
 _SLOT = re.compile(f"({_EDGE}?)\ue000(\\d+)\ue001({_EDGE}?)")
-_THINKING = "</think>"
 _UNUSABLE = "the model's chat template cannot be used"
 
 
@@ -163,6 +163,24 @@ class Assembler:
     def turn(self, message: Message) -> Prompt:
         """What goes on from a running answer: closes it, adds the user's `message`, opens the next answer."""
         return self._splice(self._turn, [message], opened=True)
+
+    @functools.cached_property
+    def thinking(self) -> Thinking | None:
+        """How the model thinks before it answers; None where its template knows nothing of that."""
+        begin, end = (self.tokenizer.special.get(text) for text in (BEGIN, END))
+        if begin is None or end is None or END not in (self.tokenizer.chat_template or ""):
+            return None
+        last = self._turn[-1] if isinstance(self._turn[-1], str) else ""
+        opened = last[last.rindex(BEGIN) :] if last.rstrip().endswith(BEGIN) else ""
+        texts = (f"\n{END}\n\n", f"{BEGIN}\n\n{END}\n\n", opened)
+        closing, skipping, opens = (tuple(self._control(text)) for text in texts)
+        return Thinking(begin, end, closing, skipping, opens, self.strips_thinking)
+
+    def _control(self, text: str) -> list[int]:
+        """The ids of a piece of template."""
+        writer = _Writer(self.tokenizer, inside=True)
+        writer.control(text, lead="")
+        return writer.prompt.ids
 
     def show(self, prompt: Prompt) -> str:
         """The prompt as text, its control tokens as ⟦token⟧."""
@@ -386,9 +404,9 @@ def _trimmed(parts: Sequence[Text], slot: _Slot) -> list[Text]:
 
 def _without_thinking(message: Message) -> Message:
     text = message.text
-    if _THINKING not in text:
+    if END not in text:
         return message
-    return Message.of(message.role, text.rsplit(_THINKING, 1)[1].lstrip("\n"))
+    return Message.of(message.role, text.rsplit(END, 1)[1].lstrip("\n"))
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -43,6 +43,10 @@ class FakeEngine:
         self.stepper = None
         self.reply: Callable[[str], str] = lambda said: f"You said: {said}"
 
+    @property
+    def thinking(self) -> Any:
+        return self.assembler.thinking
+
     def count(self, text: str) -> int:
         return len(self.encode(text))
 

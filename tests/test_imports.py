@@ -23,7 +23,18 @@ LAYERS = [
     {"errors", "config", "settings", "sampling", "terminal_text", "terminal", "database", "logs", "pages"},
     {"kernels"},
     {"attention"},
-    {"tokens", "constrain", "prompt", "prose", "wording", "documents", "models", "state", "engine"},
+    {
+        "tokens",
+        "constrain",
+        "prompt",
+        "thinking",
+        "prose",
+        "wording",
+        "documents",
+        "models",
+        "state",
+        "engine",
+    },
     {"local", "prefix", "recall"},
     {"citations", "sources", "attribution", "whole", "memory"},
     {"ask", "chat", "exchange", "sessions", "evaluation", "doctor", "inspection", "estimate", "benchmark"},
@@ -33,7 +44,7 @@ LAYERS = [
 """Rooms from the bottom up: a room imports its own layer and those below."""
 
 LIGHT = [
-    "errors", "config", "settings", "database", "sessions", "exchange",
+    "errors", "config", "settings", "database", "sessions", "thinking", "exchange",
     "constrain", "logs", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
     "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",

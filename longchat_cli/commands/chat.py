@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from longchat_cli.commands.options import (
     MODEL,
     SAMPLERS,
     Name,
+    Size,
     cache_size_option,
     complete_files,
     log_option,
@@ -27,6 +29,8 @@ from longchat_cli.commands.options import (
     take,
 )
 from longchat_cli.commands.sessions import complete_chats, printed
+from longchat_cli.config import config_dir
+from longchat_cli.errors import BadInput, MissingInput, UsageError
 from longchat_cli.terminal import Console, Interrupts
 
 if TYPE_CHECKING:
@@ -41,6 +45,22 @@ def complete_resume(ctx: click.Context, param: click.Parameter, incomplete: str)
     """The kept chats, and `last`."""
     last = [CompletionItem("last", help="the latest one")] if "last".startswith(incomplete) else []
     return last + complete_chats(ctx, param, incomplete)
+
+
+def complete_roles(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The roles there are."""
+    return [CompletionItem(name) for name in sorted(_roles()) if name.startswith(incomplete)]
+
+
+class Think(click.ParamType):
+    """show, hide, or a count."""
+
+    name = "think"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("show", "hide") or isinstance(value, int):
+            return value
+        return Size().convert(value, param, ctx)
 
 
 @command("chat", cls=MethodCommand)
@@ -61,6 +81,21 @@ def complete_resume(ctx: click.Context, param: click.Parameter, incomplete: str)
     help="Start from a document; repeatable.",
 )
 @click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
+@click.option("--system-file", metavar="FILE", shell_complete=complete_files, help="The same from a file.")
+@click.option(
+    "--role",
+    metavar="NAME",
+    shell_complete=complete_roles,
+    help="The same from the file NAME.md in the folder roles beside the user's configuration file.",
+)
+@click.option(
+    "--think",
+    type=Think(),
+    metavar="show|hide|N",
+    default="show",
+    show_default=True,
+    help="Thoughts of models that think first: show, hide, or how many tokens of them at most.",
+)
 @click.option(
     "--resume",
     is_flag=False,
@@ -96,6 +131,7 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
     console = current_console()
     sampling = Sampling(**take(params, SAMPLERS))
     record = Recorder(params["no_log"], console)
+    params["system"] = _system(params)
     if params["fork"] and params["resume"] is None:
         params["resume"] = "last"
 
@@ -120,6 +156,42 @@ def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any]
         keys=params["keys"],
         plain=params["plain"],
     )
+
+
+def _roles() -> dict[str, Path]:
+    """Files with system prompts, by the names of roles."""
+    return {path.stem: path for path in (config_dir() / "roles").glob("*.md")}
+
+
+def _system(params: dict[str, Any]) -> str | None:
+    """The system prompt, wherever it is said. Raises UsageError, MissingInput, BadInput."""
+    from longchat_cli.documents.names import printable
+
+    given = [name for name in ("system", "system_file", "role") if params[name] is not None]
+    if len(given) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
+        raise UsageError(f"{first} and {second} are both system prompts", "", "name one")
+    if given in ([], ["system"]):
+        return params["system"]
+    if given == ["system_file"]:
+        return _text(Path(params["system_file"]))
+    roles = _roles()
+    if params["role"] not in roles:
+        known = f"there are {', '.join(sorted(roles))}" if roles else "there are none"
+        do = f"write {config_dir() / 'roles' / 'NAME.md'}"
+        raise MissingInput(f"no role {printable(params['role'])}", known, do)
+    return _text(roles[params["role"]])
+
+
+def _text(path: Path) -> str:
+    from longchat_cli.documents.names import printable
+
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{printable(path)} is no text", "it is not UTF-8") from error
+    except OSError as error:
+        raise MissingInput(f"cannot read {printable(path)}", error.strerror or str(error)) from error
 
 
 Made = tuple["Conversation", "Open", dict[str, Any]]
@@ -169,12 +241,13 @@ class _Bench:
         engine = open_pinned(opener, self.method, self.options, system, self.documents)
         session = None if self.params["no_save"] else Session(Sessions(), self.console)
         store = self._store(session is not None, engine.info.model, self.method)
-        self._made.append(Conversation(engine, system, self.documents, session, store))
-        return self._made[-1], opener, self.options
+        made = Conversation(engine, system, self.documents, session, store)
+        return self._ready(made), opener, self.options
 
     def resume(self, name: str) -> Made:
         """As `load`; what the command line names wins over what the chat is with."""
-        made = self.load(name, self.params["fork"], *map(self._given, ("model", "method", "system")))
+        said = any(map(self._given, ("system", "system_file", "role")))
+        made = self.load(name, self.params["fork"], self._given("model"), self._given("method"), said)
         made[0].add(self.documents)
         return made
 
@@ -200,8 +273,15 @@ class _Bench:
             engine = opener(about.method, options)
         session = None if self.params["no_save"] else self._session(sessions, kept, fork)
         store = self._store(session is not None, engine.info.model, engine.info.method)
-        self._made.append(Conversation(engine, prompt, documents, session, store, kept))
-        return self._made[-1], opener, options
+        made = Conversation(engine, prompt, documents, session, store, kept)
+        return self._ready(made), opener, options
+
+    def _ready(self, conversation: Conversation) -> Conversation:
+        think = self.params["think"]
+        conversation.think = think if isinstance(think, int) else None
+        conversation.shows_thoughts = think != "hide"
+        self._made.append(conversation)
+        return conversation
 
     def _options(self, about: About, method: str) -> dict[str, Any]:
         """Those of a chat that the method still has, and those of the command line."""
