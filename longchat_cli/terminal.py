@@ -74,7 +74,9 @@ class Console:
                 from tqdm import tqdm
 
                 look = {"unit": "tok", "unit_scale": True, "leave": False, "dynamic_ncols": True}
-                bar = bars.enter_context(tqdm(None, label, total, file=sys.stderr, initial=done, **look))
+                bar = bars.enter_context(tqdm(None, label, total, file=sys.stderr, **look))
+                bar.last_print_t = bar.start_t = bar.start_t - DELAY  # its speed is that of the whole
+                bar.update(done)
 
         with bars:
             yield update
@@ -116,10 +118,8 @@ def echo(stream: IO[Any], on: bool) -> Iterator[None]:
 
 
 class Interrupts:
-    """Ctrl-C, counted. Inside `catching` the first one sets `stop`, a second within PATIENCE `leave`.
-
-    A KeyboardInterrupt never cuts through a forward pass that way; only a third one, when whatever runs does
-    not look at the flags, is raised.
+    """Ctrl-C, counted. Inside `catching` the first one sets `stop`, so that no KeyboardInterrupt cuts through a
+    forward pass; a second one within PATIENCE sets `leave` and is raised.
     """
 
     def __init__(self) -> None:
@@ -152,10 +152,10 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def _on_signal(self, *_: object) -> None:
-        if self.leave:
-            raise KeyboardInterrupt
         self.stop = True
         self.press()
+        if self.leave:
+            raise KeyboardInterrupt
 
 
 class Output:

@@ -18,6 +18,8 @@ import pytest
 from conftest import write_tiny_tokenizer
 from screen import Screen
 
+from longchat_cli.sessions import Sessions
+
 FAKES = Path(__file__).with_name("fakes.py")
 MOMENTS = {"prefill": "word " * 200, "decode": "a story about the river"}
 """What is typed so that a signal a moment later meets the reading of a turn, or the answer."""
@@ -95,7 +97,7 @@ DIALOGUE = [
     ("/load", "error: which chat?; /sessions lists them"),
     ("/load 2", "error: chat 2 is this one"),
     ("/load 9", "error: there is no chat 9; `longchat sessions ls` shows them"),
-    ("/load 1", "last: and now?"),
+    ("/load 1", "turn 2: and now?\nYou said: and now?"),
     ("/new", "> /new\na new conversation\n>"),
     ("/undo", "error: there is nothing to take back"),
     ("/copy", "error: there is no answer to copy"),
@@ -373,13 +375,29 @@ def test_signals_while_loading(start: Start, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("moment", ["prompt", *MOMENTS])
-def test_signals_end_within_a_second(start: Start, moment: str, number: signal.Signals) -> None:
+def test_signals_end_within_a_second(
+    start: Start, tmp_path: Path, moment: str, number: signal.Signals
+) -> None:
     screen = start("chat", delay="0.1,0")
     screen.prompt()
     if moment != "prompt":
         screen.write(MOMENTS[moment] + "\r")
         screen.until("reading: " if moment == "prefill" else "You ")
     assert _ends_within_a_second(screen, number) == 128 + number
+    _check_what_is_kept(tmp_path, moment)
+
+
+def _check_what_is_kept(home: Path, moment: str) -> None:
+    """Of an answer as much as was there, of a turn that was not read in full nothing."""
+    kept = Sessions(home / "data" / "sessions" / "sessions.db")
+    turns = kept.load(kept.find("last")).turns if kept.ls() else []
+    if moment != "decode":
+        assert turns == []
+        return
+    (user, answer) = turns
+    assert user.text == MOMENTS["decode"]
+    assert "You said: a story about the river".startswith(answer.text) and answer.text
+    assert answer.stop == "cancelled"
 
 
 def _ends_within_a_second(screen: Screen, number: int) -> int:
@@ -395,7 +413,7 @@ def _ends_within_a_second(screen: Screen, number: int) -> int:
 
 @pytest.mark.parametrize("moment", ["prompt", *MOMENTS])
 @pytest.mark.parametrize(("shell", "codes"), [("exec {}", {129, 74}), ("trap '' HUP; exec {}", {0, 74})])
-def test_closed_terminal(start: Start, moment: str, shell: str, codes: set[int]) -> None:
+def test_closed_terminal(start: Start, tmp_path: Path, moment: str, shell: str, codes: set[int]) -> None:
     """Where SIGHUP is ignored, it ends as well: nothing can be read or written any more."""
     screen = start("chat", delay="0.05,0", shell=shell)
     screen.prompt()
@@ -403,6 +421,8 @@ def test_closed_terminal(start: Start, moment: str, shell: str, codes: set[int])
         screen.write(MOMENTS[moment] + "\r")
         screen.until("reading: " if moment == "prefill" else "You ")
     assert screen.hang_up(5) in codes
+    if "trap" not in shell or moment == "decode":
+        _check_what_is_kept(tmp_path, moment)
 
 
 def test_suspended_and_back(start: Start, tmp_path: Path) -> None:
@@ -477,11 +497,10 @@ def test_interrupts_count(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         assert not interrupts.leave
         now[0] += 1
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.leave
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             _wait()
+        assert interrupts.leave
 
 
 def _wait() -> Any:

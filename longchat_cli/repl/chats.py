@@ -59,9 +59,6 @@ def load(repl: Repl, argument: str) -> None:
     if before:
         before.close()
     repl.conversation, repl.open_engine, repl.options = made
-    last = repl.conversation.turns[-2:]
-    if last:
-        repl.console.say(f"last: {brief(last[0].text)}")
 
 
 def export(repl: Repl, argument: str) -> None:

@@ -22,7 +22,7 @@ from longchat_cli.repl.answer import Printer
 from longchat_cli.repl.prompt import Prompt
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal import Console, Interrupts, coloured, echo, is_tty
-from longchat_cli.terminal_text import Sanitizer
+from longchat_cli.terminal_text import Sanitizer, brief
 
 Record = Callable[[str, str, str, str, str], None]
 """Called with model, method, question, answer and why it ended."""
@@ -108,8 +108,11 @@ class Repl:
         if not done:
             return False
         if conversation.turns:
-            turns, seen = conversation.exchanges, conversation.coverage().seen
-            self.console.notice(f"{turns:,} turns so far; reused {conversation.reused:,} of {seen:,} tokens")
+            seen, (user, answer) = conversation.coverage().seen, conversation.turns[-2:]
+            self.console.notice(f"reused {conversation.reused:,} of {seen:,} tokens")
+            self.console.notice(
+                f"turn {conversation.exchanges:,}: {brief(user.text)}\n{brief(answer.text, 90)}"
+            )
         elif conversation.documents and (forgotten := conversation.coverage().forgotten):
             method, read = conversation.engine.info.method, len(conversation.opening)
             self.console.warn(
