@@ -1,0 +1,132 @@
+"""The evaluations of endless chats: what they ask, count and keep."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import write_tiny_tokenizer
+from fakes import FakeEngine
+
+from longchat_cli.chat import Conversation
+from longchat_cli.errors import UsageError
+from longchat_cli.evaluation import conversation as talking
+from longchat_cli.evaluation import streameval as streaming
+from longchat_cli.evaluation.journal import Journal
+from longchat_cli.prompt import Prompt
+from longchat_cli.sampling import Sampling
+from longchat_cli.tokens import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(directory)
+    return Tokenizer.from_dir(directory)
+
+
+class Reader(FakeEngine):
+    """Finds the value of the line asked for where it is visible: a model that can do the task."""
+
+    def said(self) -> str:
+        shown = self.assembler.show(Prompt(self.ids))
+        if self.info.method == "sink":
+            shown = self.assembler.show(Prompt(self.ids[-self.options["window"] :]))
+        question = shown.split("user\n")[-1].split("⟦")[0].removeprefix("Question: ").strip()
+        key = question.removesuffix("?").split()[-1]
+        found = [line for line in shown.split("\n") if f" for {key} is: " in line]
+        return found[0].split("is: ")[1].rstrip(".") if found and question.endswith("?") else "OK"
+
+
+def converse(tokenizer: Tokenizer, made: list[str]) -> streaming.Converse:
+    def open_chat(method: str | None) -> Conversation:
+        made.append(method or "sink")
+        options = {"sinks": 4, "window": 1000} if method is None else {}
+        chat = Conversation(Reader(tokenizer, made[-1], options, window=6000))
+        chat.open()
+        return chat
+
+    return open_chat
+
+
+def test_streameval_asks_further_and_further_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    made: list[str] = []
+    plan = streaming.Plan(tokens=12_000, own=2)
+    path = tmp_path / "rows.jsonl"
+    result = streaming.streameval(
+        converse(tokenizer, made), plan, Journal(path, {"a": 1}), lambda done, total: None
+    )
+    assert made == ["sink", "full"] or made == ["full", "sink"]
+    own = [total for total in result["totals"] if total["method"] == "the model itself"]
+    assert own and all(total["score"] == 1 for total in own)  # everything is visible there
+    stream = [total for total in result["totals"] if total["method"].startswith("sink")]
+    assert len(stream) >= 3 and stream[-1]["caches"] > 2
+    assert stream[-1]["score"] == 0 == stream[-1]["share"]  # beyond the cache nothing is left
+    (row,) = (row for row in result["samples"] if row["kind"] == "stream")
+    for answer in row["answers"]:
+        # A line is told in about 40 of these tokens.
+        assert answer["back"] > 25 * answer["distance"] and answer["reference"].isdigit()
+    assert row["tokens"] >= 12_000 and len(row["steps"]) == 9
+    text = streaming.show(result)
+    assert "own score, full attention" in text and "a step's time" in text
+    again = streaming.streameval(
+        converse(tokenizer, made), plan, Journal(path, {"a": 1}), lambda done, total: None
+    )
+    assert again["totals"] == result["totals"] and made.count("full") == 1  # nothing is asked again
+
+
+def test_wordings_have_their_lines() -> None:
+    import random
+
+    for wording in streaming.WORDINGS.values():
+        lines = wording.lines(2000, random.Random(1))
+        assert len({line for line, _, _ in lines}) == len({question for _, question, _ in lines}) == 2000
+        assert all(
+            value in line and value not in question for line, question, value in lines if len(value) > 5
+        )
+    assert streaming.WORDINGS["register"].lines(12, random.Random(1))[11][0].startswith("line 12: REGISTER")
+
+
+def bench(tokenizer: Tokenizer) -> talking.Bench:
+    def open_chat(method: str | None) -> Conversation:
+        engine = FakeEngine(tokenizer, method or "sink", {"sinks": 4, "window": 64})
+        # Alone it says each thing once, in the long run the same over and over.
+        engine.reply = lambda said: "abcdefghij" if method else "ab" * 10
+        chat = Conversation(engine)
+        chat.open()
+        return chat
+
+    def forward() -> Any:
+        return lambda ids: torch.zeros(len(ids), 64 * 8)
+
+    return talking.Bench(open_chat, forward, Sampling(max_tokens=30))
+
+
+def test_conversation_is_compared_with_fresh_chats(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"turns": [f"Say {i}.", "Again."]}) + "\n" for i in range(6)))
+    path = tmp_path / "rows.jsonl"
+    result = talking.conversation(bench(tokenizer), [data], Journal(path, {"a": 1}), lambda done, total: None)
+    assert [row["method"] for row in result["samples"]].count(talking.FRESH) == 12
+    assert [total["part"] for total in result["totals"]] == [1, 2, 3, 4]
+    for total in result["totals"]:
+        assert total["answers"] == 3
+        assert total["repeated"] > 0.5 > total["repeated_fresh"] == 0
+        assert math.isclose(total["perplexity"], 512, rel_tol=1e-3)  # every token as likely as any other
+    assert result["totals"][-1]["seen"] > result["totals"][0]["seen"]
+    assert "fresh" in talking.show(result)
+    held = path.read_text()
+    talking.conversation(bench(tokenizer), [data], Journal(path, {"a": 1}), lambda done, total: None)
+    assert path.read_text() == held
+    with pytest.raises(UsageError, match="prompts"):
+        talking.conversation(bench(tokenizer), [], Journal(None, {}), lambda done, total: None)
+
+
+def test_repetition_is_counted_in_phrases() -> None:
+    assert talking.repeated([]) == talking.repeated([1, 2, 3]) == 0
+    assert talking.repeated(list(range(20))) == 0
+    assert talking.repeated([1, 2, 3, 4] * 5) == 1 - 4 / 17
