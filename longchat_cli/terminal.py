@@ -118,8 +118,8 @@ def echo(stream: IO[Any], on: bool) -> Iterator[None]:
 
 
 class Interrupts:
-    """Ctrl-C, counted. Inside `catching` the first one sets `stop`, so that no KeyboardInterrupt cuts through a
-    forward pass; a second one within PATIENCE sets `leave` and is raised.
+    """Ctrl-C, counted. Inside `catching` the first one sets `stop`, and nothing cuts through a forward pass;
+    a second one within PATIENCE sets `leave` and is raised.
     """
 
     def __init__(self) -> None:
