@@ -474,7 +474,7 @@ class Conversation:
         """Keep the state as it is."""
         if self.session and self.store and self.session.id is not None:
             self.store.about["documents"] = [known_as(self.session.id)]
-            self.engine.keep()
+            self.engine.keep(self.session.branched or 0)
 
     def _mark(self) -> None:
         """The state behind the last turn can be returned to; only so many of these are kept."""

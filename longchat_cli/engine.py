@@ -107,8 +107,11 @@ class Engine(Protocol):
         are not to be forgotten.
         """
 
-    def keep(self) -> None:
-        """Keep the state of what was read and written since `read`, or `keep`, as a turn in that store."""
+    def keep(self, shared: int = 0) -> None:
+        """Keep the state of what was read and written since `read`, or `keep`, as a turn in that store.
+
+        The first `shared` turns are another conversation's, too.
+        """
 
     def begin_turn(self, ids: Sequence[int]) -> None:
         """A user's turn, `ids`, is read next; methods that forget whole turns count from its text on."""

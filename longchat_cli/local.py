@@ -186,14 +186,14 @@ class LocalEngine:
                 with contextlib.suppress(ContextOverflow):
                     self.pin(start, stop, number in pinned)
 
-    def keep(self) -> None:
+    def keep(self, shared: int = 0) -> None:
         if self._trail is None:
             return
         prefix, before = self._trail
         new = self.ids[prefix.ends[-1] :]
         if new:
             longer = prefix.turn(new)
-            longer.keep(self.cache, before, len(prefix.ends))
+            longer.keep(self.cache, before, len(prefix.ends), shared)
             self._trail = longer, self.cache.snapshot()
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:

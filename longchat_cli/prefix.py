@@ -44,8 +44,7 @@ class Prefix:
         for begin, end in zip([0, *self.ends], self.ends, strict=False):
             name = digest(name, array.array("I", ids[begin:end]).tobytes())
             self._names.append(name)
-        self._paths: frozenset[str] = frozenset()
-        self._pages: list[int] = []  # boundaries that something grew before
+        self._pages: dict[str, list[int]] = {}  # what only grew, by its path, and the boundaries that hold it
         self.text = len(self.ends)
         """Boundaries of the text; those of turns are behind."""
 
@@ -72,9 +71,9 @@ class Prefix:
                 continue
             skeleton, file = tip
             pages: list[Any] = []
-            for number in skeleton["pages"]:
-                if number < at:
-                    continue
+            for number in sorted(
+                {number for held, _ in skeleton["pages"] for number in held if number >= at}
+            ):
                 page = self.store.open(self._names[number], "pt")
                 if page is None:
                     limit = number
@@ -87,29 +86,32 @@ class Prefix:
             except state.DAMAGE as error:  # cannot be, but is not trusted
                 self.store.console.detail(f"a kept state is not used: {error}")
                 continue
-            self._paths, self._pages = frozenset(skeleton["paths"]), skeleton["pages"]
+            self._pages = {path: held for held, paths in skeleton["pages"] for path in paths}
             return goal
         return at
 
-    def keep(self, cache: Cache, before: Any, at: int) -> None:
-        """Keep the state at boundary `at` + 1; `before` is the snapshot at boundary `at`."""
+    def keep(self, cache: Cache, before: Any, at: int, shared: int = 0) -> None:
+        """Keep the state at boundary `at` + 1; `before` is the snapshot at boundary `at`. The first `shared`
+        turns are another conversation's, too: their states stay."""
         if self.store.stopped:
             return
         try:
-            parts = state.take_apart(cache, before, self._paths)
+            parts = state.take_apart(cache, before, frozenset(self._pages))
         except BadInput as error:
             self.store.console.detail(f"what was read is not kept: {error}")
             self.store.stopped = True
             return
-        self._paths = parts.paths
-        self._pages = [*(self._pages if parts.paths else ()), *([at] if parts.grew else ())]
+        grown = {key.rpartition(".")[0] for key in parts.grew}
+        self._pages = {
+            path: [*self._pages.get(path, ()), *([at] if path in grown else ())] for path in parts.paths
+        }
         name = self._names[at]
         if parts.grew and self.store.find(name) is None:
             self.store.put(name, state.writer(parts.grew))
-        told = json.dumps({**parts.skeleton, "paths": sorted(parts.paths), "pages": self._pages})
+        told = json.dumps({**parts.skeleton, "pages": _grouped(self._pages)})
         self.store.put(_tip(name), state.writer(parts.whole), {"longchat": told})
         older = at - 1  # the boundary before the one before
-        first = 0 if at < self.text else self.text
+        first = 0 if at < self.text else self.text + shared
         if older > first and older % KEPT and at + 1 != self.text and _heavy(parts, told):
             self.store.discard(_tip(self._names[older - 1]))
 
@@ -118,6 +120,14 @@ class Prefix:
         if not self.store.has(name) or (file := self.store.open(name, "pt")) is None:
             return None
         return json.loads(file.metadata()["longchat"]), file
+
+
+def _grouped(pages: dict[str, list[int]]) -> list[tuple[list[int], list[str]]]:
+    """The paths of the same boundaries together: most are."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for path, held in sorted(pages.items()):
+        groups.setdefault(tuple(held), []).append(path)
+    return [(list(held), paths) for held, paths in groups.items()]
 
 
 def _tip(name: str) -> str:

@@ -452,7 +452,8 @@ class Session:
         branched: int | None = None,
     ) -> None:
         self.sessions, self.console = sessions, console
-        self.parent, self.branched = parent, branched
+        self.parent = of.about.parent if of else parent
+        self.branched = of.about.branched if of else branched
         self.title = of.about.title if of else ""
         self.id = of.about.id if of else None
         self._lock = sessions.lock(of.about.id) if of else None

@@ -85,7 +85,7 @@ class FakeEngine:
     ) -> tuple[int, int]:
         return self.prefill([*ids, *(id for turn in turns for id in turn)], *watching), 0
 
-    def keep(self) -> None:
+    def keep(self, shared: int = 0) -> None:
         pass
 
     def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:

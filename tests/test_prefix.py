@@ -393,6 +393,29 @@ def test_lost_pages_of_a_conversation_are_read_anew(make: Make, root: Path, meth
     assert (answer(again) - expected).abs().max() < 1e-3
 
 
+def test_a_copy_leaves_the_states_of_the_first_conversation(make: Make, root: Path) -> None:
+    first, opening = make("sink"), text(10)
+    first.read(opening, Store(root))
+    turns = talk(first, 4)
+    copy = make("sink")
+    copy.read(opening, Store(root), turns=turns)
+    for number in range(5):
+        copy.prefill(text(9, 90 + number))
+        copy.keep(shared=len(turns))
+    total = len(opening) + sum(map(len, turns))
+    assert make("sink").read(opening, Store(root), turns=turns) == (total, total)
+
+
+def test_a_bounded_state_needs_only_what_never_changes(make: Make, root: Path) -> None:
+    engine, opening = make("sink"), text(10)
+    engine.read(opening, Store(root))
+    turns = talk(engine, 6)
+    total = len(opening) + sum(map(len, turns))
+    for path in sorted(root.iterdir(), key=lambda path: path.stat().st_mtime_ns)[2:-2]:
+        path.unlink()
+    assert make("sink").read(opening, Store(root), turns=turns) == (total, total)
+
+
 def test_a_long_conversation_keeps_few_heavy_states(make: Make, root: Path) -> None:
     engine, opening = make("sink"), text(10)
     engine.read(opening, Store(root))
