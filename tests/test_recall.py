@@ -7,6 +7,7 @@ import math
 import re
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from longchat_cli.recall.passages import (
     Outline,
     Passage,
     ReadingPlan,
+    around,
     choose,
     merge,
     split_sentences,
@@ -106,9 +108,9 @@ def test_sentences_cover_all_but_white_space_once(text: str) -> None:
 
 @pytest.mark.parametrize("unit", ["a", ".", "x y. ", "\n", " ", "a b\n", '"', "。"])
 def test_splitting_is_linear_in_hostile_text(unit: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     split_sentences(unit * (1_000_000 // len(unit)))
-    assert time.perf_counter() - start < 10  # a quadratic scan takes minutes
+    assert time.process_time() - start < 10  # a quadratic scan takes minutes
 
 
 def test_blocks_are_whole_sentences_of_about_64_tokens() -> None:
@@ -264,6 +266,40 @@ def test_meaning_finds_what_words_do_not() -> None:
         assert best.parts["semantic"] == pytest.approx(1.0, abs=1e-3)  # kept as float16
     assert len(finder.rank("Which terrier?", 3)) == 3
     assert finder.rank("Which terrier?", 1, "lexical")[0].score == 0
+
+
+@pytest.mark.parametrize(
+    ("scores", "focus", "most", "expected"),
+    [
+        ([0, 0, 9, 0, 0], 2, 99, (2, 3)),
+        ([0, 5, 9, 5, 5], 2, 99, (1, 5)),
+        ([5, 0, 9, 0, 5], 2, 99, (0, 5)),  # a single lower one between
+        ([5, 0, 0, 9, 5], 3, 99, (3, 5)),  # two are a gap
+        ([5, 5, 9, 5, 5], 2, 30, (0, 3)),  # ten tokens each
+        ([5, 5, 9, 5, 5], 2, 5, (2, 3)),
+        ([9], 0, 99, (0, 1)),
+    ],
+)
+def test_a_passage_grows_over_what_is_about_the_question(
+    scores: list[float], focus: int, most: int, expected: tuple[int, int]
+) -> None:
+    sizes = np.full(len(scores), 10)
+    assert around(np.array(scores, dtype=np.float32), focus, sizes, 4.0, most) == expected
+
+
+def test_what_is_read_is_what_stands_out() -> None:
+    told = "The ferry leaves at noon. Its captain is Jan. The ship is old."
+    text = FILLER * 20 + told + " " + FILLER * 20 + "A boat sank once. " + FILLER * 9
+    finder = Finder([Doc("a", "Only words."), Doc("b", text)], WordTokenizer(), TwinEncoder())  # type: ignore[arg-type]
+    best, second, *rest = finder.passages("Which boat?", 5)
+    assert {finder.outlines[1].text[p.begin : p.end] for p in (best, second)} == {told, "A boat sank once."}
+    for one, other in pairwise(sorted([best, second, *rest], key=lambda p: (p.document, p.begin))):
+        assert one.document < other.document or not other.begin <= one.focus[0] < other.end
+    (read,) = finder.read("Which boat?", 1000, ReadingPlan())
+    assert (read.begin, read.end) == (best.begin, best.end)
+    (wider,) = finder.read("Which boat?", 1000, ReadingPlan(margin=20))
+    assert wider.begin < best.begin and wider.end > best.end
+    assert Finder([], WordTokenizer()).passages("word") == []
 
 
 def test_a_name_in_the_text_beats_a_likeness() -> None:

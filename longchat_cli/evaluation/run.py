@@ -277,7 +277,7 @@ TASKS: dict[str, Task] = {
     "varied": _asking("twenty differently worded facts in one text", facts.varied),
     "reworded": _asking("ten facts in one text, asked in other words", facts.reworded),
     "lines": _asking("the value of one line among many (LongEval)", lines.lines),
-    "naturalqa": _asking("natural questions, passages planted in a book (--data)", naturalqa.naturalqa),
+    "naturalqa": _asking("natural questions, passages planted in a book (--data)", naturalqa.naturalqa, 64),
     "perplexity": Task("perplexity by position of a book (--data)", _perplexity),
     "stream": Task("step time and bytes held along one stream", _stream),
     "repository": Task("where names of a repository are defined, what they return (--data)", _repository),

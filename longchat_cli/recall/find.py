@@ -26,7 +26,7 @@ from longchat_cli.recall.kept import (
     outlines,
     sentence_vectors,
 )
-from longchat_cli.recall.passages import Outline, Passage, ReadingPlan, choose
+from longchat_cli.recall.passages import Outline, Passage, ReadingPlan, around, choose
 from longchat_cli.recall.semantic import Encoder, Semantic
 
 Find = Literal["fused", "lexical", "semantic", "attention"]
@@ -35,6 +35,13 @@ LEXICAL_WEIGHT = 0.5
 """Fused = cosine + 0.5 x lexical^2. Squared, since many shared words are evidence and a few are chance:
 measured on 16k- and 64k-token books, it ranks keys and numbers as surely as 0.2 x lexical does and costs
 questions in other words nothing."""
+
+
+STANDS_OUT = 2.0
+"""A sentence is about the question where it scores so many standard deviations above the mean of all."""
+LONGEST_PASSAGE = 192
+"""Tokens that a passage grows to, margins apart. Of 100 natural questions 89 have their answer in a passage
+grown like this, of 107 tokens on average; 84 in one with 75 tokens around its block, twice as long."""
 
 
 class HeadsIndex(Protocol):
@@ -89,23 +96,54 @@ class Finder:
             self.reused = heads.reused
             self.scorers["attention"] = _Attention(heads, tokenizer, self.outlines)
 
-    def rank(self, question: str, k: int = 8, by: Find = "fused", margin: int = 0) -> list[Passage]:
-        """The `k` best blocks, best first, each with `margin` tokens of text around it.
+    def rank(self, question: str, k: int = 8, by: Find = "fused") -> list[Passage]:
+        """The `k` best blocks, best first. Raises UsageError when `by` needs what is not there."""
+        if not len(self._firsts):
+            return []
+        scores, parts = self._scores(question, by)
+        return [self._passage(block, scores, parts) for block in self._order(scores)[:k]]
 
-        Raises UsageError when `by` needs what is not there.
+    def passages(self, question: str, k: int = 8, by: Find = "fused") -> list[Passage]:
+        """The `k` best places, best first: what is about the question around its nearest sentence.
+
+        Raises UsageError as `rank`.
         """
         if not len(self._firsts):
             return []
-        parts = {name: self.scorers[name].score(question) for name in self._needed(by)}
-        scores = _fuse(parts) if by == "fused" else parts[by]
-        best = np.maximum.reduceat(scores, self._firsts)
-        order = np.argsort(-best, kind="stable")[:k]
-        return [self._grown(self._passage(int(block), scores, parts), margin) for block in order]
+        scores, parts = self._scores(question, by)
+        level = float(scores.mean() + STANDS_OUT * scores.std())
+        found: list[Passage] = []
+        for block in self._order(scores):
+            if len(found) == k:
+                break
+            passage = self._passage(block, scores, parts)
+            if not any(_covers(other, passage) for other in found):
+                found.append(self._related(block, passage, scores, level))
+        return found
 
     def read(self, question: str, budget: int, plan: ReadingPlan, by: Find = "fused") -> list[Passage]:
         """The passages to read for `question`, `budget` tokens at most, in the plan's order."""
-        ranked = [self._whole_definition(passage) for passage in self.rank(question, plan.passages, by)]
+        ranked = [self._whole_definition(passage) for passage in self.passages(question, plan.passages, by)]
         return choose(ranked, self.outlines, plan, budget)
+
+    def _scores(self, question: str, by: Find) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Of every sentence, and what they are made of."""
+        parts = {name: self.scorers[name].score(question) for name in self._needed(by)}
+        return _fuse(parts) if by == "fused" else parts[by], parts
+
+    def _order(self, scores: np.ndarray) -> list[int]:
+        """Blocks, best first: each is as good as its best sentence."""
+        return np.argsort(-np.maximum.reduceat(scores, self._firsts), kind="stable").tolist()
+
+    def _related(self, block: int, passage: Passage, scores: np.ndarray, level: float) -> Passage:
+        """The passage as the sentences around its focus that score `level` or more."""
+        outline, local = self.outlines[passage.document], self._places[block][1]
+        start = int(self._firsts[block] - outline.blocks[local])  # of the document's sentences among all
+        own = scores[start : start + len(outline.sentences)]
+        focus = int(np.searchsorted(outline.sentences[:, 0], passage.focus[0]))
+        first, after = around(own, focus, outline.sizes(), level, LONGEST_PASSAGE)
+        begin, end = int(outline.sentences[first, 0]), int(outline.sentences[after - 1, 1])
+        return replace(passage, begin=begin, end=end)
 
     def _needed(self, by: Find) -> list[str]:
         if by == "fused":
@@ -124,10 +162,6 @@ class Finder:
             return passage
         begin, end = definition_range(self.outlines[passage.document].text, passage.focus[0])
         return replace(passage, begin=begin, end=end, whole=True)
-
-    def _grown(self, passage: Passage, margin: int) -> Passage:
-        begin, end = self.outlines[passage.document].grow(passage.begin, passage.end, margin)
-        return replace(passage, begin=begin, end=end) if margin else passage
 
     def _passage(self, block: int, scores: np.ndarray, parts: dict[str, np.ndarray]) -> Passage:
         first = int(self._firsts[block])
@@ -151,6 +185,11 @@ class _Attention:
 
     def score(self, question: str) -> np.ndarray:
         return np.maximum.reduceat(self._heads.scores(self._tokenizer.encode(question)), self._firsts)
+
+
+def _covers(passage: Passage, other: Passage) -> bool:
+    """The other's nearest sentence is in the passage."""
+    return passage.document == other.document and passage.begin <= other.focus[0] < passage.end
 
 
 def _fuse(parts: dict[str, np.ndarray]) -> np.ndarray:

@@ -114,12 +114,12 @@ class Passage:
 class ReadingPlan:
     """How a model reads best: the number of passages, their margin in tokens on each side, their order.
 
-    The default suits the smallest models, which answer best from the first passage alone; the text around it
-    holds what it speaks of, and of natural questions as many answers again as the passage itself.
+    The default suits the smallest models, which answer best from the first passage alone and are led away by
+    what is not about the question.
     """
 
     passages: int = 1
-    margin: int = 64
+    margin: int = 0
     order: Literal["document", "best first", "best last"] = "document"
 
 
@@ -143,6 +143,26 @@ def choose(
     if plan.order == "document":
         return sorted(taken, key=lambda p: (p.document, p.begin))
     return taken if plan.order == "best first" else taken[::-1]
+
+
+def around(scores: np.ndarray, focus: int, sizes: np.ndarray, level: float, most: int) -> tuple[int, int]:
+    """[first, after) of the sentences about `focus`: those that score `level`, a single lower one between.
+
+    `scores` and `sizes` (tokens) are of all sentences in order; `most` tokens at most, but for the focus.
+    """
+    first, after = focus, focus + 1
+    for step in (-1, 1):
+        while True:
+            edge = first if step < 0 else after - 1
+            near = [edge + step, edge + 2 * step]
+            good = [i for i in near if 0 <= i < len(scores) and scores[i] >= level]
+            if not good:
+                break
+            wider = (good[0], after) if step < 0 else (first, good[0] + 1)
+            if sizes[slice(*wider)].sum() > most:
+                break
+            first, after = wider
+    return first, after
 
 
 def merge(passages: Sequence[Passage]) -> list[Passage]:
