@@ -31,9 +31,9 @@ LONG = 2.0
 DIRECT = "Answer the question with words from the text, in one short sentence."
 """The system prompt where the user gives none and a question is about a place.
 
-Left to itself the default model takes "how many" for a sum to be worked out and talks about "the text". With it
-24 facts asked in other words, 23 natural questions and 20 of 20 facts were answered right of 44, 44 and 20; with
-"Answer the question from the text." 25, 18 and 17.
+Left to itself the default model takes "how many" for a sum to be worked out and talks about "the text". With
+this 24 of 44 facts asked in other words, 23 of 44 natural questions and 20 of 20 facts were answered right,
+with "Answer the question from the text." 25, 18 and 17.
 """
 QUOTED = 3
 """Passages that `quote` gives where the method's options name no number."""
