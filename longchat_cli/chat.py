@@ -97,7 +97,8 @@ class Conversation:
         self._other = kept is not None and not as_kept  # than what is on disk
         self.reused = 0
         """Tokens that `begin` or `rebuild` found in the store."""
-        self._added: list[Document] = []
+        self.added: list[Document] = []
+        """What the next user's turn carries in front of its words."""
         self._marks: dict[int, Any] = {}  # engine marks by stream position, of the last exchanges
 
     def open(self, progress: Progress | None = None, cancel: Cancel | None = None) -> bool:
@@ -109,7 +110,7 @@ class Conversation:
         if self.session and self.turns:
             self.session.close()
             self.session = self.session.another()
-        self.turns, self._marks, self._added = [], {}, []
+        self.turns, self._marks, self.added = [], {}, []
         if self._read_anew([], progress, cancel):
             return True
         self.engine.reset()
@@ -154,7 +155,7 @@ class Conversation:
 
     def add(self, documents: Sequence[Document]) -> None:
         """The next user's turn carries these in front of its words."""
-        self._added += documents
+        self.added += documents
 
     def undo(self, progress: Progress | None = None, cancel: Cancel | None = None) -> bool:
         """Drop the last exchange. False when there is none, or when cancelled while older ones were read
@@ -264,12 +265,12 @@ class Conversation:
         cancel: Cancel | None,
     ) -> Iterator[Piece]:
         """Behind the first `keep` turns, a user's turn and its answer; `documents` None: those added."""
-        carried = tuple(self._added) if documents is None else documents
+        carried = tuple(self.added) if documents is None else documents
         if not self._exchanged(keep, text, carried, progress, cancel):
             yield Piece("", stop="cancelled")
             return
         if documents is None:
-            self._added = []
+            self.added = []
         answer, thinking, mark = self.turns[-1], self.engine.thinking, None
         if self._drops_thoughts and thinking:
             mark = self.engine.snapshot()

@@ -150,12 +150,9 @@ def test_thoughts_are_dim_and_apart(monkeypatch: pytest.MonkeyPatch, styled: boo
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     pieces = [Piece("Hm\x1b[2J.", thought=True), Piece(" So.", thought=True), Piece("**Ye"), Piece("s**")]
-    for thoughts, shown in ((True, "Hm. So.\n**Yes**\n"), (False, "**Yes**\n")):
-        screen.seek(0)
-        screen.truncate()
-        printer = Printer(styled, thoughts)
-        for piece in pieces:
-            printer.write(piece)
-        printer.end()
-        assert COLOURS.sub("", screen.getvalue()) == shown
-        assert screen.getvalue().startswith("\x1b[2mHm. So.\n\x1b[0m") == (styled and thoughts)
+    printer = Printer(styled)
+    for piece in pieces:
+        printer.write(piece)
+    printer.end()
+    assert COLOURS.sub("", screen.getvalue()) == "Hm. So.\n**Yes**\n"
+    assert screen.getvalue().startswith("\x1b[2mHm. So.\n\x1b[0m") == styled

@@ -16,9 +16,8 @@ _DIM = "\x1b[2m"
 class Printer:
     """Writes answers to stdout, with colours for their Markdown where `styled`, and thoughts to stderr."""
 
-    def __init__(self, styled: bool, thoughts: bool) -> None:
+    def __init__(self, styled: bool) -> None:
         self._markdown = Markdown() if styled else None
-        self._thoughts = thoughts
         self._safe = {False: Sanitizer(), True: Sanitizer()}
         self._thinking = False  # thoughts are on the screen and go on
         self._open = False  # the line is not ended
@@ -27,7 +26,7 @@ class Printer:
         """Print a piece at once."""
         text = self._safe[piece.thought].feed(piece.text)
         if piece.thought:
-            self._think(text if self._thoughts else "")
+            self._think(text)
             return
         self._answer()
         self._say(sys.stdout, text, self._markdown.feed(text) if self._markdown else text)

@@ -150,15 +150,18 @@ def _edit(repl: Repl, argument: str) -> None:
 
 
 def _file(repl: Repl, argument: str) -> None:
-    if not argument:
-        raise UsageError("which file?", "", "/file DOC...: it goes with your next words")
-    whole = os.path.exists(os.path.expanduser(argument))  # noqa: PTH110, PTH111
-    names = [os.path.expanduser(name) for name in ([argument] if whole else _split(argument))]  # noqa: PTH111
-    documents = repl.workbench.documents(names).documents
-    repl.conversation.add(documents)
-    for document in documents:
+    added = repl.conversation.added
+    if argument == "off":
+        added.clear()
+    elif argument:
+        whole = os.path.exists(os.path.expanduser(argument))  # noqa: PTH110, PTH111
+        names = [os.path.expanduser(name) for name in ([argument] if whole else _split(argument))]  # noqa: PTH111
+        repl.conversation.add(repl.workbench.documents(names).documents)
+    for document in added:
         count = repl.conversation.engine.count(document.text)
-        repl.console.notice(f"{printable(document.name)}: {count:,} tokens go with your next words")
+        repl.console.say(f"{printable(document.name)}: {count:,} tokens go with your next words")
+    if not added:
+        repl.console.say("nothing goes with your next words; /file DOC... adds to them")
 
 
 def _system(repl: Repl, argument: str) -> None:
@@ -311,7 +314,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command("FILE", "write the chat to FILE.md or FILE.json", chats.export),
     "sessions": Command("", "list the chats that are kept", chats.sessions),
     "search": Command("WORDS", "find turns of any chat by their words", chats.search),
-    "file": Command("DOC...", "read files, folders or URLs into the next turn", _file),
+    "file": Command("[DOC...|off]", "what goes with your next words: files, folders, URLs", _file),
     "system": Command("[TEXT|off]", "show or change the system prompt; all is read anew", _system),
     "set": Command("[SETTING [VALUE]]", "show or change how answers are made and shown", _set),
     "method": Command(

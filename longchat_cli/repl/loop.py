@@ -55,16 +55,14 @@ def run(
     record: Record | None = None,
     keys: str = "emacs",
     plain: bool = False,
-    thoughts: bool = True,
 ) -> None:
     """Chat until the end of input; `keyboard` names a terminal to read from instead of standard input.
 
-    `keys`: emacs or vi; `plain`: no colours in answers; `thoughts` before answers are shown, on stderr.
-    Raises KeyboardInterrupt when Ctrl-C ended it.
+    `keys`: emacs or vi; `plain`: no colours in answers. Raises KeyboardInterrupt when Ctrl-C ended it.
     """
     source = _keyboard(keyboard) if keyboard else sys.stdin
     chat = Repl((conversation, open_engine, options), sampling, console, workbench, record)
-    chat.keys, chat.thoughts, chat.styled = keys, thoughts, not plain and coloured(sys.stdout)
+    chat.keys, chat.styled = keys, not plain and coloured(sys.stdout)
     if not chat.begin(conversation):
         raise KeyboardInterrupt
     if is_tty(source):
@@ -97,7 +95,7 @@ class Repl:
         self.record = record
         self.interrupts = Interrupts()
         self.prompt: Prompt | None = None
-        self.keys, self.multiline, self.styled, self.thoughts = "emacs", False, False, True
+        self.keys, self.multiline, self.styled = "emacs", False, False
         self.speed = 0.0  # tokens per second of the last answer
 
     def begin(self, conversation: Conversation) -> bool:
@@ -171,7 +169,7 @@ class Repl:
             self.console.notice(f"stopped; {what}, Ctrl-C again leaves")
 
     def _print(self, pieces: Iterator[Piece]) -> None:
-        printer, count, begun = Printer(self.styled, self.thoughts), -1, time.perf_counter()
+        printer, count, begun = Printer(self.styled), -1, time.perf_counter()
         try:
             for piece in pieces:
                 if count < 0:  # reading is no part of the speed

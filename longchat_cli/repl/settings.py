@@ -23,8 +23,8 @@ _SAMPLERS: dict[str, Callable[[str], Any]] = {
     "repetition-penalty": float,
     "seed": lambda text: None if text == "off" else int(text),
 }
-WORDS = {"keys": ("emacs", "vi"), "markdown": ("on", "off"), "think": ("show", "hide")}
-NAMES = (*_SAMPLERS, *WORDS)
+_WORDS = {"keys": ("emacs", "vi"), "markdown": ("on", "off")}
+NAMES = (*_SAMPLERS, *_WORDS, "think")
 
 
 def known(name: str) -> str:
@@ -39,12 +39,14 @@ def known(name: str) -> str:
 
 def get(repl: Repl, name: str) -> Any:
     """A setting's value."""
-    if name == "keys":
-        return repl.keys
-    if name == "markdown":
-        return "on" if repl.styled else "off"
-    if name == "think":
-        return "show" if repl.thoughts else "hide"
+    match name:
+        case "keys":
+            return repl.keys
+        case "markdown":
+            return "on" if repl.styled else "off"
+        case "think":
+            conversation = repl.conversation
+            return conversation.think or ("show" if conversation.shows_thoughts else "hide")
     value = getattr(repl.sampling, name.replace("-", "_"))
     return "off" if value is None else value
 
@@ -52,18 +54,24 @@ def get(repl: Repl, name: str) -> Any:
 def put(repl: Repl, name: str, text: str) -> None:
     """Change a setting. Raises UsageError for what it cannot be."""
     name = known(name)
-    if name in _SAMPLERS:
-        try:
-            value = _SAMPLERS[name](text)
-        except ValueError:
-            raise UsageError(f"{name} is a number, not {printable(text)}") from None
-        repl.sampling = replace(repl.sampling, **{name.replace("-", "_"): value})
-        return
-    if text not in WORDS[name]:
-        raise UsageError(f"{name} is {' or '.join(WORDS[name])}, not {printable(text)}")
-    if name == "markdown":
-        repl.styled = text == "on"
-    elif name == "think":
-        repl.thoughts = text == "show"
-    else:
-        repl.keys = text
+    if name in _WORDS and text not in _WORDS[name]:
+        raise UsageError(f"{name} is {' or '.join(_WORDS[name])}, not {printable(text)}")
+    match name:
+        case "keys":
+            repl.keys = text
+        case "markdown":
+            repl.styled = text == "on"
+        case "think":
+            conversation = repl.conversation
+            conversation.think = None if text in ("show", "hide") else _number(name, text, parse_size)
+            conversation.shows_thoughts = text != "hide"
+        case _:
+            value = _number(name, text, _SAMPLERS[name])
+            repl.sampling = replace(repl.sampling, **{name.replace("-", "_"): value})
+
+
+def _number(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{name} is a number, not {printable(text)}") from None
