@@ -69,6 +69,7 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     perplexity  perplexity by position of a book (--data)
     stream      step time and bytes held along one stream
     streameval  a chat of lines without end, asked for lines further and further back
+    streameval-alike  the same, every line a magic number
     streameval-register  the same with LongEval's numbered lines
     conversation  two-turn prompts (--data FILE) in one conversation, beside fresh chats
     finders     ways to find side by side, by length: words, meaning, attention, all (--data)

@@ -240,7 +240,7 @@ def _book(subject: Subject, options: Options, progress: Progress) -> dict[str, A
 def _streameval(wording: str) -> Callable[[Subject, Options, Progress], dict[str, Any]]:
     def work(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
         bench, about = _bench(subject, options)
-        plan = streaming.Plan(options.lengths[0], options.n, options.seed, wording, bench.sampling)
+        plan = streaming.Plan(options.lengths[0], options.n, options.seed, wording)
         shared = {"tokens": plan.tokens, "n": plan.own, "seed": plan.seed, "wording": wording}
         journal = Journal(options.output, {"task": "streameval", **shared, **about})
         return streaming.streameval(bench.converse, plan, journal, progress)
@@ -283,8 +283,11 @@ TASKS: dict[str, Task] = {
     "repository": Task("where names of a repository are defined, what they return (--data)", _repository),
     "streameval": Task(
         "a chat of lines without end, asked for lines further and further back",
-        _streameval("magic"),
+        _streameval("facts"),
         show=streaming.show,
+    ),
+    "streameval-alike": Task(
+        "the same, every line a magic number", _streameval("alike"), show=streaming.show
     ),
     "streameval-register": Task(
         "the same with LongEval's numbered lines", _streameval("register"), show=streaming.show

@@ -1,7 +1,8 @@
 """StreamEval (Xiao et al., ICLR 2024, section 4.4): lines without end, and questions about one far back.
 
-One conversation, one state: the user tells ten lines a turn and then asks for the value of the line that is
-so many lines back. What the model can do at all is measured first, with full attention inside its window.
+One conversation, one state: the user tells ten lines a turn, and every second time then asks for the value of
+a line that is so many lines back. What the model can do at all is measured first, with full attention inside
+its window.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from longchat_cli.evaluation import facts
 from longchat_cli.evaluation.journal import Journal, Row
 from longchat_cli.evaluation.score import contains
 from longchat_cli.evaluation.stream import timed
+from longchat_cli.prose import prose
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal_text import table
 
 LINES = 10
-"""Lines that are told in a turn; then one is asked for."""
+"""Lines that are told in a turn."""
+EVERY = 2
+"""Turns of lines to a question."""
 DISTANCES = (20, 50, 100, 200, 300, 500, 1000, 2000)
 OWN = 300
 """Most lines back where the model itself is measured, as far as they fit its window."""
@@ -30,7 +34,17 @@ OWN_METHOD = "full"
 TOLD = Sampling(max_tokens=1)
 """What is answered to lines, and is not looked at."""
 
-ANSWER = Sampling(max_tokens=24)
+ANSWER = Sampling(max_tokens=32, stop=("\n",))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that is told; where it holds a `value`, the `question` about it."""
+
+    text: str
+    question: str = ""
+    value: str = ""
+
 
 Converse = Callable[[str | None], Conversation]
 """A conversation, opened, under the method named; None: under the one that is evaluated."""
@@ -38,37 +52,58 @@ Converse = Callable[[str | None], Conversation]
 
 @dataclass(frozen=True)
 class Wording:
-    """How a line, and a question about one, are put. Placeholders: {key} and {value}."""
+    """How a line that holds a value, and a question about it, are put. Placeholders: {key} and {value}.
+
+    `numbered`: keys are the lines' numbers. `among`: of the lines told in a turn one holds a value, the rest
+    is prose.
+    """
 
     line: str
     question: str
     numbered: bool = False
+    among: bool = False
 
-    def lines(self, size: int, rng: random.Random) -> list[tuple[str, str, str]]:
-        """`size` different lines: text, question, value."""
+    def turns(self, size: int, rng: random.Random) -> list[list[Line]]:
+        """`size` turns of LINES different lines each."""
+        lines = self._lines(size * (1 if self.among else LINES), rng)
+        if not self.among:
+            return [lines[i : i + LINES] for i in range(0, len(lines), LINES)]
+        others = _sentences(size * (LINES - 1), rng)
+        turns = [others[i : i + LINES - 1] for i in range(0, len(others), LINES - 1)]
+        for turn, line in zip(turns, lines, strict=True):
+            turn.insert(rng.randrange(LINES), line)
+        return turns
+
+    def _lines(self, size: int, rng: random.Random) -> list[Line]:
+        keys = facts.keys(size, rng)
+        values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), size)]
         if self.numbered:
             keys = [str(number) for number in range(1, size + 1)]
             values = [str(rng.randint(1, 50_000)) for _ in keys]
-        else:
-            keys = facts.keys(size, rng)
-            values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), size)]
         return [
-            (self.line.format(key=k, value=v), self.question.format(key=k), v)
+            Line(self.line.format(key=k, value=v), self.question.format(key=k), v)
             for k, v in zip(keys, values, strict=True)
         ]
 
 
+def _sentences(size: int, rng: random.Random) -> list[Line]:
+    text = prose(120 * size, rng).replace("\n\n", " ")
+    return [Line(f"{sentence.rstrip('.')}.") for sentence in text.split(". ")][:size]
+
+
+_LINE = "The special magic number for {key} is: {value}."
+_QUESTION = "What is the special magic number for {key}?"
 WORDINGS = {
-    "magic": Wording(
-        "The special magic number for {key} is: {value}.", "What is the special magic number for {key}?"
-    ),
+    "facts": Wording(_LINE, _QUESTION, among=True),
+    "alike": Wording(_LINE, _QUESTION),
     "register": Wording(
         "line {key}: REGISTER_CONTENT is <{value}>",
         "What is the <REGISTER_CONTENT> in line {key}? I need the number.",
         numbered=True,
     ),
 }
-"""RULER's words with keys of their own, and LongEval's numbered lines, at which the smallest models fail."""
+"""RULER's words, in one line of ten among prose or in every line; LongEval's numbered lines. The smallest
+models can do the first now and then."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +113,7 @@ class Plan:
     tokens: int = 100_000
     own: int = 20
     seed: int = 0
-    wording: str = "magic"
+    wording: str = "facts"
     answer: Sampling = ANSWER
 
 
@@ -108,47 +143,45 @@ def _own(converse: Converse, plan: Plan) -> Iterator[Row]:
     """Answers under full attention: lines are told until the window is full, then the state serves all."""
     chat = converse(OWN_METHOD)
     rng = random.Random(f"{plan.seed}/own")
-    lines = WORDINGS[plan.wording].lines(OWN + LINES, rng)
+    turns = WORDINGS[plan.wording].turns(OWN // LINES + plan.own, rng)
     room = chat.engine.info.window - 256
     told = 0
-    while told < len(lines):
-        text = "\n".join(line for line, _, _ in lines[told : told + LINES])
+    while told < len(turns):
+        text = _text(turns[told])
         if chat.coverage().seen + chat.engine.count(text) + 32 > room:
             break
         _say(chat, text, TOLD)
-        told += LINES
-    mark, turns = chat.engine.snapshot(), list(chat.turns)
-    for distance in (d for d in DISTANCES if d <= min(OWN, told - LINES)):
-        for _ in range(plan.own):
-            # Not always the same line: others near it do as well.
-            at = told - distance - rng.randrange(LINES)
-            row = _ask(chat, lines[at], plan)
-            yield {"distance": distance, **row}
+        told += 1
+    mark, before = chat.engine.snapshot(), list(chat.turns)
+    for distance in DISTANCES:
+        for number in range(plan.own):
+            at = told - distance // LINES - number  # others near it do as well
+            if distance > OWN or at < 0:
+                continue
+            yield {"distance": distance, **_ask(chat, _pick(turns[at], rng), plan)}
             chat.engine.restore(mark)
-            chat.turns = list(turns)
+            chat.turns = list(before)
 
 
 def _stream(chat: Conversation, plan: Plan, progress: Callable[[int, int], None]) -> Row:
     rng = random.Random(f"{plan.seed}/stream")
-    size = max(plan.tokens // 10, 2 * LINES)  # no line is shorter
-    lines = WORDINGS[plan.wording].lines(size, rng)
-    told, answers = 0, list[Row]()
-    starts: list[int] = []  # of each line in the stream, as its turn has it
+    turns = WORDINGS[plan.wording].turns(plan.tokens // 100 + 2, rng)  # none is shorter
+    answers: list[Row] = []
+    starts: list[int] = []  # of the turns in the stream
     marks: dict[int, Any] = {}
     asked = dict.fromkeys(DISTANCES, 0)
     while (seen := chat.coverage().seen) < plan.tokens:
         progress(seen, plan.tokens)
-        starts += [seen] * LINES
-        _say(chat, "\n".join(line for line, _, _ in lines[told : told + LINES]), TOLD)
-        told += LINES
-        possible = [distance for distance in DISTANCES if distance + LINES <= told]
-        if not possible:
+        starts.append(seen)
+        _say(chat, _text(turns[len(starts) - 1]), TOLD)
+        possible = [distance for distance in DISTANCES if distance // LINES <= len(starts)]
+        if not possible or len(starts) % EVERY:
             continue
         distance = min(possible, key=lambda d: asked[d])
         asked[distance] += 1
-        at = told - distance - rng.randrange(LINES)
+        at = len(starts) - distance // LINES
         back = chat.coverage().seen - starts[at]
-        answers.append({"distance": distance, "back": back, **_ask(chat, lines[at], plan)})
+        answers.append({"distance": distance, "back": back, **_ask(chat, _pick(turns[at], rng), plan)})
         if seen >= plan.tokens * (len(marks) + 1) / 10:
             marks[chat.coverage().seen] = chat.engine.snapshot()
     progress(plan.tokens, plan.tokens)
@@ -156,11 +189,19 @@ def _stream(chat: Conversation, plan: Plan, progress: Callable[[int, int], None]
     return {
         "answers": answers,
         "tokens": state.seen,
-        "lines": told,
+        "lines": len(starts) * LINES,
         "visible": state.visible,
         "bytes": state.bytes,
         "steps": timed(chat.engine, marks),
     }
+
+
+def _text(lines: Sequence[Line]) -> str:
+    return "\n".join(line.text for line in lines)
+
+
+def _pick(lines: Sequence[Line], rng: random.Random) -> Line:
+    return rng.choice([line for line in lines if line.value])
 
 
 def _say(chat: Conversation, text: str, sampling: Sampling) -> tuple[str, int]:
@@ -168,17 +209,16 @@ def _say(chat: Conversation, text: str, sampling: Sampling) -> tuple[str, int]:
     return "".join(piece.text for piece in pieces), sum(len(piece.ids) for piece in pieces)
 
 
-def _ask(chat: Conversation, line: tuple[str, str, str], plan: Plan) -> Row:
+def _ask(chat: Conversation, line: Line, plan: Plan) -> Row:
     told: list[str] = []
     chat.notice = told.append
     begun = time.perf_counter()
-    _, question, value = line
-    answer, _ = _say(chat, question, plan.answer)
+    answer, _ = _say(chat, line.question, plan.answer)
     return {
-        "correct": contains(answer, [value]),
+        "correct": contains(answer, [line.value]),
         "seconds": round(time.perf_counter() - begun, 3),
-        "question": question,
-        "reference": value,
+        "question": line.question,
+        "reference": line.value,
         "answer": answer,
         "recalled": told,
     }
