@@ -11,7 +11,7 @@ import pytest
 from longchat_cli import prose
 from longchat_cli.errors import BadInput, ContextOverflow, UsageError
 from longchat_cli.evaluation import facts, haystack, lines, naturalqa, perplexity, score
-from longchat_cli.evaluation.cases import Setting
+from longchat_cli.evaluation.cases import Query, Setting
 from longchat_cli.evaluation.reworded import REWORDED
 from longchat_cli.evaluation.run import TASKS, Answer, Options, Subject, run
 
@@ -282,6 +282,35 @@ def test_wrong_answers_are_wrong_and_found_passages_are_told_apart():
     subject = Subject(count, lambda document, questions: [Answer("7", ("nothing here",)) for _ in questions])
     result = run("needle", subject, Options((500,), n=4))
     assert result["totals"][0]["correct"] == 0 and result["totals"][0]["found"] == 0
+
+
+def test_a_passage_without_the_answer_is_told_from_one_with_it():
+    def answer(document, questions):
+        return [Answer("", (document[:40], document)) for _ in questions]
+
+    planted = "The owner of the farm by the lake is an old man. His name is Jansen."
+    query = Query("Who?", ("Jansen",), planted, 0.0)
+    begin, whole = planted[:48], f"Before. {planted} After."
+    assert (score.rank([begin, whole], query), score.reached([begin, whole], query)) == (2, 1)
+    assert (score.rank([begin], query), score.reached(["Jansen", "His name is Jansen."], query)) == (
+        None,
+        None,
+    )
+    (total,) = run("needle", Subject(count, answer), Options((500,), n=4))["totals"]
+    assert total["found"] == total["reached"] == 4
+
+
+def test_gold_is_asked_of_the_planted_text_alone():
+    class Reader:
+        def from_text(self, method, document, questions):
+            assert method == "full" and count(document) < 40
+            return [document for _ in questions]
+
+    subject = Subject(count, lambda d, questions: [Answer("7") for _ in questions], search=Reader)
+    result = run("reworded", subject, Options((900,), n=4, gold=True))
+    (total,) = result["totals"]
+    assert total["correct"] == 0 and total["gold"] == 4
+    assert all(sample["gold_answer"] == sample["evidence"] for sample in result["samples"])
 
 
 def test_a_refused_text_is_recorded_and_the_run_goes_on():

@@ -21,7 +21,7 @@ from longchat_cli.evaluation.haystack import Count, load_text
 from longchat_cli.evaluation.journal import Journal
 from longchat_cli.evaluation.perplexity import Forward, by_position, losses
 from longchat_cli.evaluation.repository import Find, repository
-from longchat_cli.evaluation.score import grade, interval, rank
+from longchat_cli.evaluation.score import grade, interval, rank, reached
 from longchat_cli.evaluation.stream import stream
 from longchat_cli.prose import prose
 
@@ -172,6 +172,7 @@ def _judge(query: Query, answer: Answer) -> dict[str, Any]:
         "answer": answer.text,
         "correct": grade(answer.text, query.references, query.every),
         "rank": rank(answer.passages, query),
+        "reached": reached(answer.passages, query),
         "passages": len(answer.passages),
         "coverage": answer.coverage,
     }
@@ -194,6 +195,7 @@ def _total(length: int, samples: list[dict[str, Any]]) -> dict[str, Any]:
     if any(sample["passages"] for sample in samples):
         ranks = [sample["rank"] for sample in samples if sample["rank"]]
         total |= {"found_first": ranks.count(1), "found": len(ranks)}
+        total["reached"] = sum(sample["reached"] is not None for sample in samples)
     return total
 
 

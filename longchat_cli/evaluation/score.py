@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
@@ -40,18 +40,23 @@ class Planted(Protocol):
 
 def rank(passages: Sequence[str], planted: Planted) -> int | None:
     """The place (1 is the best) of the first passage that holds an answer within the planted text."""
-    evidence = normalise(planted.evidence)
-    for place, passage in enumerate(passages, 1):
-        if contains(passage, planted.references) and _overlap(evidence, normalise(passage)):
-            return place
-    return None
+    return _first(contains(passage, planted.references) and reaches(passage, planted) for passage in passages)
 
 
-def _overlap(evidence: str, passage: str) -> bool:
-    """Six successive words of the evidence (all of a shorter one) stand in the passage."""
-    words = evidence.split()
+def reached(passages: Sequence[str], planted: Planted) -> int | None:
+    """The place of the first passage that holds any of the planted text."""
+    return _first(reaches(passage, planted) for passage in passages)
+
+
+def reaches(passage: str, planted: Planted) -> bool:
+    """Six successive words of the planted text (all of a shorter one) stand in the passage."""
+    words, where = normalise(planted.evidence).split(), normalise(passage)
     size = min(len(words), 6)
-    return any(" ".join(words[i : i + size]) in passage for i in range(len(words) - size + 1))
+    return any(" ".join(words[i : i + size]) in where for i in range(len(words) - size + 1))
+
+
+def _first(good: Iterable[bool]) -> int | None:
+    return next((place for place, right in enumerate(good, 1) if right), None)
 
 
 def interval(correct: float, n: int, z: float = 1.96) -> tuple[float, float]:
