@@ -58,7 +58,7 @@ def choices(repl: Repl, name: str | None) -> Iterable[tuple[str, str]] | str:
     if name is None:
         return [(name, command.help) for name, command in COMMANDS.items()]
     takes = COMMANDS[name].takes if name in COMMANDS else ""
-    kind = takes.partition(" ")[0].strip("[].")
+    kind = takes.strip("[").partition(" ")[0].partition(".")[0].rstrip("]")
     if kind in ("FILE", "DOC"):
         return "file"
     return _WORDS[kind](repl) if kind in _WORDS else []
