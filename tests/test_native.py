@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import threading
@@ -17,6 +18,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from spans import normal, random_span, rotation
 from torch import Tensor
+from torch.nn import functional as F
 
 from longchat_cli.kernels import Observe, Span, native, packed, reference, sdpa
 from longchat_cli.models import tiles
@@ -319,8 +321,48 @@ def test_gather_is_that_of_torch():
     for dtype in (BF16, torch.float32, torch.uint8, torch.float8_e4m3fn):
         x = normal(3, 50, 24).to(dtype)[:, 5:40]
         index = torch.randint(0, 35, (3, 600), generator=torch.Generator().manual_seed(0))
-        assert torch.equal(native.gather(x, index).float(), packed.rows_at(x, index).float())
-    assert native.gather(x, index[:, :0]).shape == (3, 0, 24)
+        to = torch.full((3, 700, 24), 7.0).to(dtype)
+        native.gather(x, index, to[:, 20:620])
+        assert torch.equal(to[:, 20:620].float(), packed.rows_at(x, index).float())
+        assert (to[:, :20].float() == 7).all() and (to[:, 620:].float() == 7).all()
+        native.gather(x, index[:, :0], to[:, :0])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_ranking_is_that_of_a_stable_sort(threads):
+    torch.set_num_threads(threads)
+    try:
+        for trial in range(200):
+            rng = random.Random(trial)
+            n, width = rng.randint(1, 400), rng.randint(1, 12)
+            count, x = rng.randint(1, n + 2), normal(3, n, seed=trial).abs() ** 8
+            x = x if trial % 3 else (x * 10).round()  # ties
+            x = x if width > 1 or trial % 2 else -x
+            padded = F.pad(x, ((width - 1) // 2, width // 2))
+            pooled = padded.unfold(-1, width, 1).amax(-1)
+            wanted = pooled.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+            assert torch.equal(native.ranked(x, count, width), wanted)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_memory_in_large_pages_is_given_back():
+    """Blocks do not overlap, and what is given back is taken again."""
+    like, rng, held = torch.empty(0, dtype=torch.int32), random.Random(0), {}
+    for number in range(400):
+        if held and rng.random() < 0.5:
+            key = rng.choice([*held])
+            assert (held[key] == key).all()
+            del held[key]
+        shape = (rng.randint(1, 4), rng.choice([1, 5000, 30_000, 400_000]), 3)
+        held[number] = native.empty(like, *shape).fill_(number)
+        assert held[number].shape == shape
+    assert all((x == number).all() for number, x in held.items())
+    view = native.empty(like, 100_000).fill_(3)[10:20]
+    held.clear()
+    gc.collect()
+    assert (view == 3).all()  # a view holds the block
+    assert (native.empty(like, 200_000).fill_(4) == 4).all() and (view == 3).all()
 
 
 def test_many_rows_are_left_to_torch():

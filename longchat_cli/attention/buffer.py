@@ -116,7 +116,7 @@ class Storage:
         )
 
     def _move(self, capacity: int, like: Sequence[Tensor]) -> None:
-        moved = tuple(x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in like)
+        moved = tuple(native.empty(x, x.shape[0], capacity, *x.shape[2:]) for x in like)
         for x, live in zip(moved, self.live(), strict=False):
             x[:, : len(self)] = live
         self._tensors, self._offset, self.memory = moved, 0, [len(self)]
@@ -224,8 +224,11 @@ class KVBuffer(Storage, Buffer):
         return [(self.k, self.v, self.first)] if len(self) else []
 
     def gather(self, index: Tensor) -> KVBuffer:
-        taken = KVBuffer(self.end - index.shape[1], self.stored)
-        taken.append(native.gather(self.k, index), native.gather(self.v, index))
+        kept = self.live()
+        taken = KVBuffer(self.end - index.shape[1], self.stored, self.dtype)
+        taken.reserve(index.shape[1], kept)
+        for x, to in zip(kept, taken.live(), strict=True):
+            native.gather(x, index, to)
         return taken
 
     def take(self, index: Tensor) -> KVBuffer:

@@ -16,7 +16,7 @@ from longchat_cli.attention.buffer import Buffer, KVBuffer
 from longchat_cli.attention.layer import Method, Rows, Seen, Step, joined, option
 from longchat_cli.attention.refresh import RefreshLayer
 from longchat_cli.attention.rope import Rope
-from longchat_cli.attention.select import observed, pooled, ranked
+from longchat_cli.attention.select import observed, ranked
 from longchat_cli.kernels import Observe, Span
 
 OBSERVE = Observe(rows="last", heads="max")
@@ -93,5 +93,5 @@ class RecycledLayer(RefreshLayer):
     def _choose(self, weights: Tensor) -> None:
         """Fill the small cache with the highest weights [KV heads, keys], in ascending order."""
         self.count = self.method.keep or max(weights.shape[-1] // self.method.fraction, 1)
-        top = ranked(pooled(weights, self.method.pool), self.count).flip(-1)
+        top = ranked(weights, self.count, self.method.pool).flip(-1)
         self.small = self.kv.gather(top)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from longchat_cli import kernels
 from longchat_cli.attention.buffer import Buffer
 from longchat_cli.attention.layer import Step, joined
-from longchat_cli.kernels import Observe, Span
+from longchat_cli.kernels import Observe, Span, native
 
 
 def observed(kv: Buffer, queries: Tensor, new: Step, observe: Observe) -> Tensor:
@@ -41,8 +41,11 @@ def _largest(x: Tensor, width: int) -> Tensor:
     return x
 
 
-def ranked(scores: Tensor, count: int) -> Tensor:
-    """Indices int64 [KV heads, count] of the highest scores, the highest first."""
+def ranked(scores: Tensor, count: int, width: int = 1) -> Tensor:
+    """Indices int64 [KV heads, count] of the highest scores, the highest first; as if `pooled` by `width`."""
+    if (found := native.ranked(scores, count, min(width, 2 * scores.shape[-1] - 1))) is not None:
+        return found
+    scores = pooled(scores, width) if width > 1 else scores
     # Pooling makes neighbours tie: the earlier one is taken, on every device.
     if not 0 < 3 * count <= scores.shape[-1]:
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
+import math
+import weakref
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -21,13 +23,15 @@ from longchat_cli.errors import OutOfMemory
 from longchat_cli.kernels.packed import Packed, rows_at
 from longchat_cli.kernels.span import Bound, Span
 
-ABI = 5
+ABI = 7
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
 MANY = 32
 """From so many rows on tile instructions are worth laying out the keys for them."""
 WIDEST, MOST_SPANS = 512, 6
+LEAST = 1 << 15
+"""Bytes from which memory is worth a place among large pages."""
 REDUCE = {"max": 1, "mean": 2, "sum": 3}
 """How heads' probabilities become one: LongchatSpan's `observe`."""
 
@@ -126,14 +130,16 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "attend": [_POINTER],
     "step": [_POINTER],
     "attend_many": [_POINTER],
-    "gather": [_POINTER, _STRIDE, _STRIDE, _POINTER, _POINTER, _COUNT, _STRIDE, _STRIDE, _COUNT],
+    "gather": [_POINTER, _STRIDE, _STRIDE, _POINTER, _POINTER, _STRIDE, _COUNT, _STRIDE, _STRIDE, _COUNT],
+    "rank": [_POINTER, _COUNT, _STRIDE, _STRIDE, _STRIDE, _POINTER, _COUNT],
     "add_norm": [*[_POINTER] * 5, _COUNT, _COUNT, c_float, _COUNT],
     "rotate": [*[_POINTER] * 4, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
     "gated": [*[_POINTER] * 3, _STRIDE, _COUNT, _POINTER],
+    "give": [_POINTER, _STRIDE],
 }
 
 
-_NEEDLESS = {"gather", "add_norm", "gated"}
+_NEEDLESS = {"gather", "add_norm", "gated", "give"}
 """Of these, what needs no memory."""
 
 
@@ -158,6 +164,7 @@ def load() -> ctypes.CDLL | str:
         function.argtypes, function.restype = arguments, None
         if name not in _NEEDLESS:
             function.restype, function.errcheck = c_int32, _enough
+    library.longchat_take.argtypes, library.longchat_take.restype = [c_int64], c_void_p
     return library
 
 
@@ -189,6 +196,21 @@ def stamp() -> tuple[int, int]:
     """What changes when the library is built anew: size and time of its file."""
     about = Path(loaded()._name).stat()
     return about.st_size, about.st_mtime_ns
+
+
+def empty(like: Tensor, *shape: int) -> Tensor:
+    """As `like.new_empty`, on a CPU in large pages where there are such: they are read twice as fast."""
+    size = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or size < LEAST or missing():
+        return like.new_empty(shape)
+    library = loaded()
+    block = library.longchat_take(size)
+    if block is None:
+        return like.new_empty(shape)
+    memory = (ctypes.c_char * size).from_address(block)
+    made = torch.frombuffer(memory, dtype=like.dtype).view(shape)
+    weakref.finalize(memory, library.longchat_give, block, size).atexit = False
+    return made
 
 
 def use(name: str) -> bool:
@@ -336,23 +358,38 @@ def _describe(span: Span, score: Tensor | None, rows: int, kept: list[Any]) -> S
     return made
 
 
-def gather(x: Tensor, index: Tensor) -> Tensor:
-    """As `rows_at`: x [heads, n, dim] at index int64 [heads, m], each in 0..n-1 -> [heads, m, dim]."""
-    if x.device.type != "cpu" or x.stride(2) != 1 or missing():
-        return rows_at(x, index)
+def gather(x: Tensor, index: Tensor, to: Tensor) -> None:
+    """to [heads, m, dim] = x [heads, n, dim] at index int64 [heads, m], each in 0..n-1."""
+    rows = (*x.stride()[1:], *to.stride()[1:])
+    if x.device.type != "cpu" or x.dtype != to.dtype or rows[1:] != (1, x.shape[2], 1) or missing():
+        to.copy_(rows_at(x, index))
+        return
     index, size = index.contiguous(), x.element_size()
-    taken = x.new_empty(*index.shape, x.shape[2])
     loaded().longchat_gather(
         x.data_ptr(),
         x.stride(0) * size,
         x.stride(1) * size,
         index.data_ptr(),
-        taken.data_ptr(),
+        to.data_ptr(),
+        to.stride(0) * size,
         *index.shape,
         x.shape[2] * size,
         torch.get_num_threads(),
     )
-    return taken
+
+
+def ranked(scores: Tensor, count: int, width: int = 1) -> Tensor | None:
+    """Indices int64 [heads, count] of the highest scores float32 [heads, n], each as the largest of `width`
+    neighbours, the highest first and of equal ones the earlier; None where the library does not serve."""
+    count = min(count, scores.shape[1])
+    if scores.device.type != "cpu" or scores.dtype != torch.float32 or not count or missing():
+        return None
+    scores = scores.contiguous()
+    index = torch.empty(len(scores), count, dtype=torch.int64)
+    loaded().longchat_rank(
+        scores.data_ptr(), *scores.shape, width, count, index.data_ptr(), torch.get_num_threads()
+    )
+    return index
 
 
 def _bounds(bound: Bound, rows: int) -> Any:

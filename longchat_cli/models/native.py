@@ -143,7 +143,7 @@ class Tiles:
         self.file = file
         try:
             with safe_open(file, framework="pt") as handle:
-                self.tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+                self.tensors = {name: _copied(handle.get_tensor(name)) for name in handle.keys()}  # noqa: SIM118
                 stored = (handle.metadata() or {}).items()
                 self.forms = {name: tiles.Form(**json.loads(form)) for name, form in stored}
             fit = all(tensor.shape == self.forms[name].shape for name, tensor in self.tensors.items())
@@ -175,6 +175,11 @@ class Tiles:
             )
             for name, form in zip(names, forms, strict=True)
         ]
+
+
+def _copied(stored: Tensor) -> Tensor:
+    """Read into memory: pages of a file are small ones."""
+    return native.empty(stored, *stored.shape).copy_(stored)
 
 
 class NativeProducts(lean.Products):

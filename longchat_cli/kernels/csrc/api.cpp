@@ -47,7 +47,7 @@ int tried(void (*call)(Parameters...), Arguments... arguments) {
 using longchat::chosen;
 using longchat::tried;
 
-int longchat_abi() { return 5; }
+int longchat_abi() { return 7; }
 
 const char* longchat_isa() { return chosen.name; }
 
@@ -101,11 +101,15 @@ void longchat_gated(const LongchatModel* m, const uint16_t* gate, const uint16_t
   chosen.isa->gated(m, gate, up, stride, rows, out);
 }
 
-void longchat_gather(const char* x, int64_t head, int64_t entry, const int64_t* index, char* to, int heads,
-                     int64_t n, int64_t bytes, int threads) {
+void longchat_gather(const char* x, int64_t head, int64_t entry, const int64_t* index, char* to,
+                     int64_t to_head, int heads, int64_t n, int64_t bytes, int threads) {
   longchat::parallel(threads, [&](longchat::Team& team, int) {
     int64_t begin, end;
     while (team.take(0, heads * n, 256, &begin, &end))
-      for (int64_t i = begin; i < end; ++i) memcpy(to + i * bytes, x + i / n * head + index[i] * entry, bytes);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t of = i / n;
+        if (i + 16 < end) __builtin_prefetch(x + (i + 16) / n * head + index[i + 16] * entry);
+        memcpy(to + of * to_head + i % n * bytes, x + of * head + index[i] * entry, bytes);
+      }
   });
 }

@@ -10,7 +10,40 @@ struct Part {
   float most, total;  // the largest logit; the sum of e^(logit - most)
 };
 
-// Logits of one query over `n` keys, scaled.
+// Some keys of a span, and their values: one after another, or listed. What comes next is asked for while one
+// computes, evenly: values while keys are multiplied, the next keys while values are. The processor foresees no
+// page's beginning and no list's order, and takes few requests at a time.
+constexpr int kSoon = 16;  // keys ahead
+
+template <int LEVEL>
+inline void ask(const uint16_t* at, int dim) {
+  for (int i = 0; i < dim; i += 32) __builtin_prefetch(at + i, 0, LEVEL);
+}
+
+struct Strided {
+  const uint16_t *keys, *values;
+  int64_t key_step, value_step;
+  const uint16_t* key(int j) const { return keys + j * key_step; }
+  const uint16_t* value(int j) const { return values + j * value_step; }
+  void ask_key(int j, int dim) const { ask<3>(key(j), dim); }
+  void ask_value(int j, int dim) const { ask<2>(value(j), dim); }
+  void ask_next(int j, int dim) const { ask<2>(key(kKeys + j), dim); }
+};
+
+struct Listed {
+  int count;
+  const uint16_t *keys[kKeys], *values[kKeys];
+  const uint16_t* key(int j) const { return keys[j]; }
+  const uint16_t* value(int j) const { return values[j]; }
+  void ask_key(int j, int dim) const {
+    if (j < count) ask<3>(keys[j], dim);
+  }
+  void ask_value(int j, int dim) const {
+    if (j < count) ask<2>(values[j], dim);
+  }
+  void ask_next(int, int) const {}
+};
+
 #if defined(LONGCHAT_AVX512)
 // The sums of the lanes of 16 vectors, halving what is left in each of four rounds.
 inline __m512 lane_sums(const __m512 (&sums)[16]) {
@@ -29,101 +62,136 @@ inline __m512 lane_sums(const __m512 (&sums)[16]) {
                        _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
 }
 
-template <int WHOLE, bool REST>
-void logits_fixed(const uint16_t* q, const uint16_t* const* keys, int n, float scale, float* to) {
-  __m512bh query[WHOLE + 1];
-  for (int i = 0; i < WHOLE; ++i) query[i] = (__m512bh)_mm512_loadu_si512(q + 32 * i);
-  if (REST) query[WHOLE] = (__m512bh)_mm512_maskz_loadu_epi16(0xffff, q + 32 * WHOLE);
+template <int WHOLE, bool REST, typename Keys>
+void logits_fixed(const uint16_t* const* q, int heads, const Keys& keys, int n, float scale, float (*to)[kKeys + 16]) {
+  constexpr int kDim = 32 * WHOLE + (REST ? 16 : 0);
   for (int first = 0; first < n; first += 16) {
-    __m512 sums[16];
     const int some = n - first < 16 ? n - first : 16;
-    for (int j = 0; j < 16; ++j) {
-      const uint16_t* key = keys[first + (j < some ? j : 0)];
-      sums[j] = _mm512_setzero_ps();
-      for (int i = 0; i < WHOLE; ++i)
-        sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)_mm512_loadu_si512(key + 32 * i), query[i]);
-      if (REST)
-        sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)_mm512_maskz_loadu_epi16(0xffff, key + 32 * WHOLE),
-                                   query[WHOLE]);
+    const uint16_t* rows[16];
+    for (int j = 0; j < 16; ++j) rows[j] = keys.key(first + (j < some ? j : 0));
+    for (int h = 0; h < heads; ++h) {
+      __m512bh query[WHOLE + 1];
+      for (int i = 0; i < WHOLE; ++i) query[i] = (__m512bh)_mm512_loadu_si512(q[h] + 32 * i);
+      if (REST) query[WHOLE] = (__m512bh)_mm512_maskz_loadu_epi16(0xffff, q[h] + 32 * WHOLE);
+      __m512 sums[16];
+      for (int j = 0; j < 16; ++j) {
+        sums[j] = _mm512_setzero_ps();
+        if (h == 0) keys.ask_key(first + j + kSoon, kDim);
+        if (h == heads - 1) keys.ask_value(first + j, kDim);
+        for (int i = 0; i < WHOLE; ++i)
+          sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)_mm512_loadu_si512(rows[j] + 32 * i), query[i]);
+        if (REST)
+          sums[j] = _mm512_dpbf16_ps(sums[j], (__m512bh)_mm512_maskz_loadu_epi16(0xffff, rows[j] + 32 * WHOLE),
+                                     query[WHOLE]);
+      }
+      _mm512_storeu_ps(to[h] + first, _mm512_mul_ps(lane_sums(sums), _mm512_set1_ps(scale)));
     }
-    const __m512 all = _mm512_mul_ps(lane_sums(sums), _mm512_set1_ps(scale));
-    _mm512_mask_storeu_ps(to + first, static_cast<__mmask16>((1u << some) - 1), all);
   }
 }
 
-template <int WHOLE>
-void logits_whole(const uint16_t* q, const uint16_t* const* keys, int n, int dim, float scale, float* to) {
+template <int WHOLE, typename Keys>
+void logits_whole(const uint16_t* const* q, int heads, const Keys& keys, int n, int dim, float scale,
+                  float (*to)[kKeys + 16]) {
   if (dim / 32 != WHOLE) {
-    if constexpr (WHOLE < kMaxDim / 32) logits_whole<WHOLE + 1>(q, keys, n, dim, scale, to);
+    if constexpr (WHOLE < kMaxDim / 32) logits_whole<WHOLE + 1>(q, heads, keys, n, dim, scale, to);
   } else if (dim % 32) {
-    logits_fixed<WHOLE, true>(q, keys, n, scale, to);
+    logits_fixed<WHOLE, true>(q, heads, keys, n, scale, to);
   } else {
-    logits_fixed<WHOLE, false>(q, keys, n, scale, to);
+    logits_fixed<WHOLE, false>(q, heads, keys, n, scale, to);
   }
 }
 
-inline void logits_of(const uint16_t* q, const uint16_t* const* keys, int n, int dim, float scale, float* to) {
-  logits_whole<0>(q, keys, n, dim, scale, to);
+// to[h] = the logits of a query of each head.
+template <typename Keys>
+void logits_of(const uint16_t* const* q, int heads, const Keys& keys, int n, int dim, float scale,
+               float (*to)[kKeys + 16]) {
+  logits_whole<0>(q, heads, keys, n, dim, scale, to);
 }
 #else
-inline void logits_of(const uint16_t* q, const uint16_t* const* keys, int n, int dim, float scale, float* to) {
-  float query[kMaxDim];
-  for (int i = 0; i < dim; ++i) query[i] = widen(q[i]);
-  for (int j = 0; j < n; ++j) {
-    float lanes[16] = {}, sum = 0;
-    for (int i = 0; i < dim; i += 16)
-      for (int l = 0; l < 16; ++l) lanes[l] += query[i + l] * widen(keys[j][i + l]);
-    for (int l = 0; l < 16; ++l) sum += lanes[l];
-    to[j] = sum * scale;
+template <typename Keys>
+void logits_of(const uint16_t* const* q, int heads, const Keys& keys, int n, int dim, float scale,
+               float (*to)[kKeys + 16]) {
+  for (int h = 0; h < heads; ++h) {
+    float query[kMaxDim];
+    for (int i = 0; i < dim; ++i) query[i] = widen(q[h][i]);
+    for (int j = 0; j < n; ++j) {
+      if (h == 0) keys.ask_key(j + kSoon, dim);
+      if (h == 0) keys.ask_value(j, dim);
+      const uint16_t* key = keys.key(j);
+      float lanes[16] = {}, sum = 0;
+      for (int i = 0; i < dim; i += 16)
+        for (int l = 0; l < 16; ++l) lanes[l] += query[i + l] * widen(key[i + l]);
+      for (int l = 0; l < 16; ++l) sum += lanes[l];
+      to[h][j] = sum * scale;
+    }
   }
 }
 #endif
 
 constexpr int kHeads = 4;  // query heads whose sums fit the registers together
 
-// to[h dim + i] = sum over keys of weights[h][j] values[j][i], for HEADS heads. n is padded to an even number
+// to[h dim + i] = sum over keys of weights[h][j] value(j)[i], for HEADS heads. n is padded to an even number
 // with weights of 0.
 #if defined(LONGCHAT_AVX512)
-template <int HEADS>
-void weigh(const float (*weights)[kKeys + 16], const uint16_t* const* values, int n, int dim, float* to) {
+// PARTS 32 channels each, from `first` on; the last of them perhaps half of that.
+template <int HEADS, int PARTS, typename Keys>
+void weigh_parts(const uint32_t (*pairs)[kKeys / 2 + 8], const Keys& keys, int n, int dim, int first, float* to) {
+  const __mmask32 mask = dim - first < 32 * PARTS ? 0xffff : 0xffffffff;
+  __m512 even[HEADS][PARTS], odd[HEADS][PARTS];
+  for (int h = 0; h < HEADS; ++h)
+    for (int p = 0; p < PARTS; ++p) even[h][p] = odd[h][p] = _mm512_setzero_ps();
+  for (int j = 0; j < n; j += 2) {
+    const uint16_t *one = keys.value(j) + first, *other = keys.value(j + 1 < n ? j + 1 : j) + first;
+    __m512bh low[PARTS], high[PARTS];
+    for (int p = 0; p < PARTS; ++p) {
+      const bool last = p == PARTS - 1;
+      const __m512i a = last ? _mm512_maskz_loadu_epi16(mask, one + 32 * p) : _mm512_loadu_si512(one + 32 * p);
+      const __m512i b = last ? _mm512_maskz_loadu_epi16(mask, other + 32 * p) : _mm512_loadu_si512(other + 32 * p);
+      low[p] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+      high[p] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    }
+    keys.ask_next(j, dim);
+    keys.ask_next(j + 1, dim);
+    for (int h = 0; h < HEADS; ++h) {
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int>(pairs[h][j / 2]));
+      for (int p = 0; p < PARTS; ++p) {
+        even[h][p] = _mm512_dpbf16_ps(even[h][p], low[p], both);
+        odd[h][p] = _mm512_dpbf16_ps(odd[h][p], high[p], both);
+      }
+    }
+  }
+  // Unpacking took four channels from each quarter in turn.
+  const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int h = 0; h < HEADS; ++h)
+    for (int p = 0; p < PARTS; ++p) {
+      float* at = to + h * dim + first + 32 * p;
+      _mm512_storeu_ps(at, _mm512_permutex2var_ps(even[h][p], front, odd[h][p]));
+      if (dim - first - 32 * p >= 32) _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(even[h][p], back, odd[h][p]));
+    }
+}
+
+template <int HEADS, typename Keys>
+void weigh_some(const float (*weights)[kKeys + 16], const Keys& keys, int n, int dim, float* to) {
   // Pairs of weights in bfloat16: one instruction multiplies two keys' values.
   uint32_t pairs[HEADS][kKeys / 2 + 8];
   for (int h = 0; h < HEADS; ++h)
     for (int j = 0; j < n; j += 32)
       _mm512_storeu_si512(pairs[h] + j / 2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights[h] + j + 16),
                                                                          _mm512_loadu_ps(weights[h] + j)));
-  for (int first = 0; first < dim; first += 32) {
-    const __mmask32 mask = dim - first < 32 ? 0xffff : 0xffffffff;
-    __m512 even[HEADS], odd[HEADS];
-    for (int h = 0; h < HEADS; ++h) even[h] = odd[h] = _mm512_setzero_ps();
-    for (int j = 0; j < n; j += 2) {
-      const __m512i a = _mm512_maskz_loadu_epi16(mask, values[j] + first);
-      const __m512i b = _mm512_maskz_loadu_epi16(mask, values[j + 1 < n ? j + 1 : j] + first);
-      const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
-      for (int h = 0; h < HEADS; ++h) {
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(static_cast<int>(pairs[h][j / 2]));
-        even[h] = _mm512_dpbf16_ps(even[h], low, both);
-        odd[h] = _mm512_dpbf16_ps(odd[h], high, both);
-      }
-    }
-    // Unpacking took four channels from each quarter in turn.
-    const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i back = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int h = 0; h < HEADS; ++h) {
-      _mm512_storeu_ps(to + h * dim + first, _mm512_permutex2var_ps(even[h], front, odd[h]));
-      if (dim - first >= 32)
-        _mm512_storeu_ps(to + h * dim + first + 16, _mm512_permutex2var_ps(even[h], back, odd[h]));
-    }
-  }
+  int first = 0;
+  for (; first + 32 < dim; first += 64) weigh_parts<HEADS, 2>(pairs, keys, n, dim, first, to);
+  if (first < dim) weigh_parts<HEADS, 1>(pairs, keys, n, dim, first, to);
 }
 #else
-template <int HEADS>
-void weigh(const float (*weights)[kKeys + 16], const uint16_t* const* values, int n, int dim, float* to) {
+template <int HEADS, typename Keys>
+void weigh_some(const float (*weights)[kKeys + 16], const Keys& keys, int n, int dim, float* to) {
   for (int first = 0; first < dim; first += 16) {
     float sum[HEADS][16] = {};
     for (int j = 0; j < n; ++j) {
+      const uint16_t* from = keys.value(j) + first;
       float value[16];
-      for (int i = 0; i < 16; ++i) value[i] = widen(values[j][first + i]);
+      for (int i = 0; i < 16; ++i) value[i] = widen(from[i]);
       for (int h = 0; h < HEADS; ++h)
         for (int i = 0; i < 16; ++i) sum[h][i] += weights[h][j] * value[i];
     }
@@ -132,8 +200,15 @@ void weigh(const float (*weights)[kKeys + 16], const uint16_t* const* values, in
 }
 #endif
 
-using Weigh = void (*)(const float (*)[kKeys + 16], const uint16_t* const*, int, int, float*);
-constexpr Weigh kWeigh[kHeads] = {weigh<1>, weigh<2>, weigh<3>, weigh<4>};
+template <typename Keys>
+void weigh(int heads, const float (*weights)[kKeys + 16], const Keys& keys, int n, int dim, float* to) {
+  switch (heads) {
+    case 1: return weigh_some<1>(weights, keys, n, dim, to);
+    case 2: return weigh_some<2>(weights, keys, n, dim, to);
+    case 3: return weigh_some<3>(weights, keys, n, dim, to);
+    default: return weigh_some<4>(weights, keys, n, dim, to);
+  }
+}
 
 // Logits to e^(logit - most) in place, with zeros behind them.
 inline Part soften(float* weights, int n) {
@@ -196,7 +271,9 @@ class Attention {
 
   void run(Team& team) {
     int64_t begin, end;
-    while (team.take(0, items, 1, &begin, &end)) weigh_keys(begin);
+    const int64_t share = items / (team.size() * 4), step = share < 1 ? 1 : share > 8 ? 8 : share;
+    while (team.take(0, items, step, &begin, &end))
+      for (int64_t item = begin; item < end; ++item) weigh_keys(item);
     team.barrier();
     while (team.take(0, queries, 1, &begin, &end)) merge(begin);
     if (!logits) return;
@@ -231,50 +308,62 @@ class Attention {
     for (int row = 0; row < a.rows; ++row) {
       const int64_t start = span.start[row] > 0 ? span.start[row] : 0;
       const int64_t stop = span.stop[row] < span.keys ? span.stop[row] : span.keys;
-      const uint16_t *keys[kKeys], *values[kKeys];
-      int64_t at[kKeys];
-      int n = 0;
+      const uint16_t *k = span.k + group * span.k_head, *v = span.v + group * span.v_head;
+      const int64_t at_chunk = first_chunk[s] + chunk;
       if (span.index) {
         const int64_t* list = span.index + group * span.index_group + row / kRun * span.index_run;
+        Listed keys;
+        int64_t at[kKeys];
+        int n = 0;
         for (int64_t j = low; j < high; ++j)
           if (list[j] >= start && list[j] < stop) at[n++] = list[j];
+        keys.count = n;
+        for (int j = 0; j < n; ++j) {
+          keys.keys[j] = k + at[j] * span.k_key;
+          keys.values[j] = v + at[j] * span.v_key;
+        }
+        weigh_row(s, group * share, share, row, at_chunk, keys, n, nullptr);
       } else {
-        for (int64_t j = low > start ? low : start; j < high && j < stop; ++j) at[n++] = j;
+        const int64_t from = low > start ? low : start, to = high < stop ? high : stop;
+        const int n = static_cast<int>(to > from ? to - from : 0);
+        const Strided keys{k + from * span.k_key, v + from * span.v_key, span.k_key, span.v_key};
+        const Place seen{low, high, from};
+        weigh_row(s, group * share, share, row, at_chunk, keys, n, span.observe && (span.observe_rows || row == a.rows - 1) ? &seen : nullptr);
       }
-      for (int j = 0; j < n; ++j) {
-        keys[j] = span.k + group * span.k_head + at[j] * span.k_key;
-        values[j] = span.v + group * span.v_head + at[j] * span.v_key;
+    }
+  }
+
+  // Where the keys that a row sees of a chunk lie in their span.
+  struct Place {
+    int64_t low, high, from;
+  };
+
+  // A row's partial softmax over n keys, for the heads from `head` on that share them.
+  template <typename Keys>
+  void weigh_row(int s, int64_t head, int share, int row, int64_t chunk, const Keys& keys, int n, const Place* seen) {
+    for (int first = 0; first < share; first += kHeads) {
+      const int some = share - first < kHeads ? share - first : kHeads;
+      alignas(64) float weights[kHeads][kKeys + 16];
+      alignas(64) float found[kHeads * kMaxDim];
+      const uint16_t* q[kHeads];
+      for (int h = 0; h < some; ++h) q[h] = query_of(s, head + first + h, row);
+      if (n) logits_of(q, some, keys, n, a.dim, a.scale, weights);
+      for (int h = 0; h < some; ++h) {
+        float* mine = weights[h];
+        if (a.softcap > 0)
+          for (int j = 0; j < n; ++j) mine[j] = a.softcap * (2.0f * sigmoid(2.0f * mine[j] / a.softcap) - 1.0f);
+        if (seen) {
+          float* logit = kept + first_logit[s] + logits_at(a.spans[s], a.rows, head + first + h, row);
+          for (int64_t j = seen->low; j < seen->high; ++j) logit[j] = -__builtin_inff();
+          __builtin_memcpy(logit + seen->from, mine, n * 4);
+        }
+        part[((head + first + h) * a.rows + row) * chunks + chunk] = n ? soften(mine, n) : Part{-__builtin_inff(), 0};
       }
-      // The processor foresees no page's beginning and no list's order.
-      for (int j = 0; j < n; ++j)
-        for (int i = 0; i < a.dim; i += 32) {
-          __builtin_prefetch(keys[j] + i);
-          __builtin_prefetch(values[j] + i, 0, 2);
-        }
-      for (int first = 0; first < share; first += kHeads) {
-        const int some = share - first < kHeads ? share - first : kHeads;
-        alignas(64) float weights[kHeads][kKeys + 16];
-        alignas(64) float found[kHeads * kMaxDim];
-        for (int h = 0; h < some; ++h) {
-          const int64_t head = group * share + first + h, query = head * a.rows + row;
-          float* mine = weights[h];
-          if (n) logits_of(query_of(s, head, row), keys, n, a.dim, a.scale, mine);
-          if (a.softcap > 0)
-            for (int j = 0; j < n; ++j) mine[j] = a.softcap * (2.0f * sigmoid(2.0f * mine[j] / a.softcap) - 1.0f);
-          if (span.observe && (span.observe_rows || row == a.rows - 1)) {
-            float* logit = kept + first_logit[s] + logits_at(span, a.rows, head, row);
-            for (int64_t j = low; j < high; ++j) logit[j] = -__builtin_inff();
-            for (int j = 0; j < n; ++j) logit[at[j]] = mine[j];
-          }
-          part[query * chunks + first_chunk[s] + chunk] = n ? soften(mine, n) : Part{-__builtin_inff(), 0};
-        }
-        if (!n) continue;
-        kWeigh[some - 1](weights, values, n, a.dim, found);
-        for (int h = 0; h < some; ++h) {
-          const int64_t query = (group * share + first + h) * a.rows + row;
-          __builtin_memcpy(sums + (query * chunks + first_chunk[s] + chunk) * a.dim, found + h * a.dim, a.dim * 4);
-        }
-      }
+      if (!n) continue;
+      weigh(some, weights, keys, n, a.dim, found);
+      for (int h = 0; h < some; ++h)
+        __builtin_memcpy(sums + (((head + first + h) * a.rows + row) * chunks + chunk) * a.dim, found + h * a.dim,
+                         a.dim * 4);
     }
   }
 

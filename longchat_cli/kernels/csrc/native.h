@@ -119,9 +119,18 @@ int longchat_step(const LongchatStep*);
 int longchat_attends_many();
 int longchat_attend_many(const LongchatAttention*);
 
-// to [heads, n, bytes] = the entries at `index` [heads, n] of x, whose heads and entries are so many bytes apart.
-void longchat_gather(const char* x, int64_t head, int64_t entry, const int64_t* index, char* to, int heads,
-                     int64_t n, int64_t bytes, int threads);
+// index [heads, count]: where the largest of scores [heads, n] are, the largest first, the earlier one of equals,
+// each taken as the largest of `width` neighbours (those beyond the ends are 0). 1 <= count <= n.
+int longchat_rank(const float* scores, int heads, int64_t n, int64_t width, int64_t count, int64_t* index,
+                  int threads);
+
+// to [heads, n, bytes], whose heads are so many bytes apart, = the entries at `index` [heads, n] of x, whose heads and entries are so many bytes apart.
+void longchat_gather(const char* x, int64_t head, int64_t entry, const int64_t* index, char* to,
+                     int64_t to_head, int heads, int64_t n, int64_t bytes, int threads);
+
+// Memory in large pages, its content undefined; null where there is none. Given back with the same size.
+char* longchat_take(int64_t bytes);
+void longchat_give(char* block, int64_t bytes);
 
 // The same steps for many rows, whose products are somebody else's.
 // x += add (bfloat16 or null; normed by `after` first if given); out = norm(x), bfloat16.
