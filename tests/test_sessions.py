@@ -635,18 +635,67 @@ def test_files(run: Run, tmp_path: Path) -> None:
         run("sessions", "import", "none.json")
 
 
+FAKES = Path(__file__).with_name("fakes.py")
+
+
+def test_a_second_terminal_goes_on_with_a_copy(tmp_path: Path) -> None:
+    """Two real processes: the second is told, and neither writes into the other's chat."""
+    write_tiny_tokenizer(tmp_path)
+    environment = {**os.environ, "LONGCHAT_DATA_DIR": str(tmp_path / "data")}
+    command = [sys.executable, str(FAKES), str(tmp_path), "0,0", "chat", "--no-cache"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as first:
+        assert first.stdin and first.stdout
+        first.stdin.write("one\n")
+        first.stdin.flush()
+        assert first.stdout.readline() == "You said: one\n"
+        second = subprocess.run(
+            [*command, "--resume"], env=environment, input="two\n", capture_output=True, text=True, timeout=60
+        )
+        assert f"chat 1 is open elsewhere: process {first.pid} has it; this is a copy of it" in second.stderr
+        assert second.stdout == "You said: two\n"
+        out, _ = first.communicate("three\n", timeout=60)
+        assert out == "You said: three\n"
+    found = Sessions(tmp_path / "data" / "sessions" / "sessions.db")
+    said = {about.id: [turn.text for turn in found.load(about.id).turns[::2]] for about in found.ls()}
+    assert said == {1: ["one", "three"], 2: ["one", "two"]}
+    assert found.about(2).parent == 1
+    third = subprocess.run(
+        [*command, "--resume", "1"],
+        env=environment,
+        input="four\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "elsewhere" not in third.stderr
+    assert found.about(1).exchanges == 3
+
+
+def test_roles_and_prompt_files(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(MissingInput, match="there are none"):
+        run("chat", "--role", "pirate", input="x\n")
+    (tmp_path / "config" / "roles").mkdir(parents=True)
+    (tmp_path / "config" / "roles" / "pirate.md").write_text("Talk like a pirate.\n")
+    (tmp_path / "prompt.txt").write_text("Be kind.\n")
+    run("chat", "--role", "pirate", input="one\n")
+    run("chat", "--system-file", "prompt.txt", input="two\n")
+    assert [about.system for about in stored().ls()] == ["Be kind.", "Talk like a pirate."]
+    run("chat", "--resume", "--role", "pirate", input="three\n")
+    assert (stored().about(2).system, stored().about(2).exchanges) == ("Talk like a pirate.", 2)
+    for words in (("--role", "../config/roles/pirate"), ("--role", ""), ("--system-file", "none")):
+        with pytest.raises(MissingInput):
+            run("chat", *words, input="x\n")
+    with pytest.raises(UsageError, match="both system prompts"):
+        run("chat", "--role", "pirate", "--system", "x", input="x\n")
+    (tmp_path / "prompt.txt").write_bytes(b"\xff")
+    with pytest.raises(BadInput):
+        run("chat", "--system-file", "prompt.txt", input="x\n")
+
+
 def test_completion_of_numbers(run: Run) -> None:
     run("chat", input="the first\n")
     run("chat", input="the second\n")
-    for words in ("longchat chat --resume ", "longchat sessions show ", "longchat sessions rm 1 "):
-        done = run(
-            env={
-                "_LONGCHAT_COMPLETE": "bash_complete",
-                "COMP_WORDS": words,
-                "COMP_CWORD": str(words.count(" ")),
-            }
-        )
-        assert done is not None
     from longchat_cli.commands.chat import complete_resume
 
     found = complete_resume(None, None, "")  # type: ignore[arg-type]
