@@ -19,6 +19,7 @@ from longchat_cli.documents import Document
 from longchat_cli.pages import Store, digest
 from longchat_cli.prompt import Text
 from longchat_cli.recall.passages import split_sentences
+from longchat_cli.wording import FREE, PREPOSITIONS
 
 Kind = Literal["summary", "list", "change"]
 
@@ -29,6 +30,9 @@ NOTE_TOKENS = 96
 TERM = 3
 """Words of an item of a list that need not be quoted."""
 NOTHING = re.compile(r"\W*(?:none|nothing|no|n/?a|not mentioned|unknown)\b\W*", re.IGNORECASE)
+
+_LOOSE = FREE | PREPOSITIONS | {"i", "you", "he", "she", "it", "we", "they", "me", "him", "her", "us", "them"}
+"""An item that ends in such a word was cut off, or is nothing else."""
 
 EMPTY = "Nothing of that kind was found."
 """The answer, or the only note, where no part says anything."""
@@ -251,7 +255,7 @@ def items(notes: Sequence[Note], documents: Sequence[Document]) -> tuple[list[st
         for line in note.text.splitlines():
             item = re.sub(r"^\s*(?:[-*•+]|\(?\d{1,3}[.)])\s*", "", line).strip().rstrip(".,;")
             same = re.sub(r"\W+", " ", item.casefold()).strip()
-            if not same or NOTHING.fullmatch(item):
+            if not same or NOTHING.fullmatch(item) or same.isdigit() or same.split()[-1] in _LOOSE:
                 continue
             if all(_has(citation, item) for citation in part.check(item)):
                 found.setdefault(same, item)

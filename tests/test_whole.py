@@ -81,6 +81,12 @@ def test_items_of_all_lists_are_joined_and_strange_ones_left_out() -> None:
     assert whole.items(whole.useful(notes), [BOOK]) == (["Dover", "Essen", "Cadiz"], 2)
 
 
+def test_numbers_pronouns_and_what_was_cut_off_are_no_items() -> None:
+    part = whole.parts([BOOK], count, 60)[0]
+    note = Note(part, "1\nHe\nthe miller\nthe miller went to\nDover\n- 2.")
+    assert whole.items([note], [BOOK])[0] == ["the miller", "Dover"]
+
+
 @pytest.mark.parametrize("text", ["none", "None.", "- nothing", "", "N/A", "No"])
 def test_empty_notes_are_left_out(text: str) -> None:
     assert whole.useful([Note(Part(0, 0, 1, 1), text)]) == []
