@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from longchat_cli.documents import Document
 from longchat_cli.engine import Progress
-from longchat_cli.errors import LongchatError
 from longchat_cli.prompt import Message, Text
 
 MEANT, WORDED = 0.5, 0.3
@@ -217,16 +216,20 @@ def _entries(documents: Sequence[Document], turns: Sequence[Said]) -> Iterator[E
 
 
 def local_encoder(notify: Callable[[str], None]) -> Callable[[], Any]:
-    """Loads the sentence encoder, pulled where it is not here; None, and a word to `notify`, without."""
+    """Loads the sentence encoder where it is installed; else None, and a word to `notify`.
+
+    It is not pulled: a chat does not stop for that.
+    """
 
     def load() -> Any:
-        from longchat_cli.models.load import find_encoder
+        from longchat_cli.models import catalog
         from longchat_cli.recall.semantic import Encoder
 
-        try:
-            return Encoder(find_encoder(notify))
-        except LongchatError as error:
-            notify(f"remembering by words alone, what is asked in other words is missed: {error}")
-            return None
+        model = catalog.MODELS[catalog.ENCODER]
+        if model.installed():
+            return Encoder(model.path)
+        lacking = f"without the sentence encoder (`longchat models pull {model.name}`)"
+        notify(f"remembering by words alone, {lacking}: what is asked in other words is missed")
+        return None
 
     return load

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from longchat_cli.attention.recall import Recall, Remembering
 from longchat_cli.attention.sink import SinkLayer
 from longchat_cli.chat import Conversation
 from longchat_cli.documents import Document
-from longchat_cli.memory import ASKED, Memory, asked
+from longchat_cli.memory import ASKED, Memory, asked, local_encoder
 from longchat_cli.prompt import Message, Prompt
 from longchat_cli.prose import prose
 from longchat_cli.recall.find import Finder
@@ -304,3 +305,11 @@ def test_a_thousand_turns_stay_flat(tokenizer: Tokenizer) -> None:
     assert engine.prefilled == len(chat.opening) + sum(sizes)
     assert chat.coverage().bytes == 8 * 140
     assert len(chat._marks) <= 4
+
+
+def test_the_encoder_is_not_pulled_in_a_chat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LONGCHAT_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    told: list[str] = []
+    assert local_encoder(told.append)() is None
+    assert len(told) == 1 and "longchat models pull minilm" in told[0]
