@@ -287,7 +287,7 @@ class Conversation:
                     answer.ids.extend(piece.ids)
                 answer.stop = piece.stop or answer.stop
                 if self.session:
-                    self.session.stream(self.chat())
+                    self.session.stream(self.chat)
                 if self.shows_thoughts or not piece.thought or piece.stop:
                     yield piece
         finally:
@@ -473,9 +473,14 @@ class Conversation:
 
     def _keep(self) -> None:
         """Keep the state as it is."""
-        if self.session and self.store and self.session.id is not None:
-            self.store.about["documents"] = [known_as(self.session.id)]
+        if self.session and self.store:
+            self._label()
             self.engine.keep(self.session.branched or 0)
+
+    def _label(self) -> None:
+        """Pages are this chat's from now on, and go with it."""
+        if self.store and self.session and self.session.id is not None:
+            self.store.about["documents"] = [known_as(self.session.id)]
 
     def _mark(self) -> None:
         """The state behind the last turn can be returned to; only so many of these are kept."""
@@ -490,6 +495,7 @@ class Conversation:
         parts, done, self.reused = [self.opening, *exchanges], 0, 0
         total = sum(map(len, parts))
         if self.store:
+            self._label()
             pinned = {number for number, user in enumerate(turns[::2]) if user.pinned}
             done, self.reused = self.engine.read(
                 self.opening, self.store, progress, cancel, turns=exchanges, pinned=pinned

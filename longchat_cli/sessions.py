@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -481,11 +481,11 @@ class Session:
         self._due = time.monotonic() + PACE
         return True
 
-    def stream(self, chat: Chat) -> None:
-        """Keep the last turn as far as it came, now and then: it outlasts this process."""
+    def stream(self, now: Callable[[], Chat]) -> None:
+        """Keep the last turn of what the chat is `now`, every half second: it outlasts this process."""
         if self._failing or time.monotonic() < self._due:
             return
-        self._due = time.monotonic() + PACE
+        self._due, chat = time.monotonic() + PACE, now()
         self._same = min(self._same, len(chat.turns) - 1)
         with contextlib.suppress(LongchatError):  # its end is told when the answer is complete
             self._write(chat, "NORMAL", 0.05)

@@ -338,8 +338,8 @@ def killed_again_and_again(model: Path, home: Path, times: int, seed: int) -> It
     ]
     lines = [f"the miller counted {number} sacks {TEXT * (40 * (number % 3 == 1))}" for number in range(3000)]
     lines = [" ".join(line.split()) for line in lines]
-    before = 0
     for number in range(times):
+        before = sum(about.exchanges for about in sessions.ls(1))
         resume = ["--resume"] if before else []
         running = Killed([*command, *resume], lines, environment)
         if number % 4 == 3:  # at any moment, loading included
@@ -356,8 +356,7 @@ def killed_again_and_again(model: Path, home: Path, times: int, seed: int) -> It
         assert words[:shorter] == everything[:shorter]
         said = [turn.text for turn in kept.turns[::2]][before:]
         assert said == lines[: len(said)]
-        before = kept.about.exchanges
-        yield before
+        yield kept.about.exchanges
 
 
 def check_what_is_left(model: Path, home: Path) -> None:

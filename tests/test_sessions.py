@@ -121,7 +121,7 @@ def test_an_answer_is_written_while_it_streams(
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     for word in ("the ", "river ", "is ", "wide"):
         growing.turns[1].text += word
-        session.stream(growing)
+        session.stream(lambda: growing)
         now[0] += 0.3
     assert sessions.load(1).turns[1].text == "the river is ", "at most every half second"
     assert [hit.number for hit in sessions.search(["river"], 5)] == [1]
@@ -257,7 +257,7 @@ def test_what_could_not_be_kept_is_kept_later(
     with sqlite3.connect(sessions.path) as database:
         database.execute("CREATE TRIGGER full BEFORE INSERT ON turns BEGIN SELECT raise(FAIL, 'full'); END")
     assert not session.save(Chat(ABOUT, [1, 2, 3], [NOTE], said.turns[:4]), 2)
-    session.stream(Chat(ABOUT, [1, 2, 3], [NOTE], said.turns[:4]))
+    session.stream(lambda: Chat(ABOUT, [1, 2, 3], [NOTE], said.turns[:4]))
     with sqlite3.connect(sessions.path) as database:
         database.execute("DROP TRIGGER full")
     assert session.save(said, 4)
