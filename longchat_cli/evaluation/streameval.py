@@ -174,6 +174,8 @@ def _stream(chat: Conversation, plan: Plan, progress: Callable[[int, int], None]
         progress(seen, plan.tokens)
         starts.append(seen)
         _say(chat, _text(turns[len(starts) - 1]), TOLD)
+        if seen >= plan.tokens * (len(marks) + 1) / 10:  # in the middle of an answer: it goes on
+            marks[chat.coverage().seen] = chat.engine.snapshot()
         possible = [distance for distance in DISTANCES if distance // LINES <= len(starts)]
         if not possible or len(starts) % EVERY:
             continue
@@ -182,8 +184,6 @@ def _stream(chat: Conversation, plan: Plan, progress: Callable[[int, int], None]
         at = len(starts) - distance // LINES
         back = chat.coverage().seen - starts[at]
         answers.append({"distance": distance, "back": back, **_ask(chat, _pick(turns[at], rng), plan)})
-        if seen >= plan.tokens * (len(marks) + 1) / 10:
-            marks[chat.coverage().seen] = chat.engine.snapshot()
     progress(plan.tokens, plan.tokens)
     state = chat.coverage()
     return {
@@ -192,8 +192,21 @@ def _stream(chat: Conversation, plan: Plan, progress: Callable[[int, int], None]
         "lines": len(starts) * LINES,
         "visible": state.visible,
         "bytes": state.bytes,
+        "find_s": _find_seconds(chat, answers),
         "steps": timed(chat.engine, marks),
     }
+
+
+def _find_seconds(chat: Conversation, answers: Sequence[Row]) -> float | None:
+    """Median seconds of looking for a passage when all is indexed; None without memory."""
+    if chat.memory is None:
+        return None
+    seconds = []
+    for answer in answers[-9:]:
+        begun = time.perf_counter()
+        chat.memory.recall(answer["question"], chat.turns, chat.coverage().recent, chat.coverage().seen)
+        seconds.append(time.perf_counter() - begun)
+    return round(statistics.median(seconds), 4)
 
 
 def _text(lines: Sequence[Line]) -> str:
@@ -279,6 +292,7 @@ def show(result: dict[str, Any]) -> str:
             text += (
                 f"\n{row['method']}: {row['tokens']:,} tokens, {row['lines']:,} lines, "
                 f"{row['visible']:,} visible, {row['bytes']:,} bytes; "
-                f"a step's time: {', '.join(steps)} tokens"
+                + (f"{row['find_s'] * 1000:.0f} ms to look for a passage; " if row["find_s"] else "")
+                + f"a step's time: {', '.join(steps)} tokens"
             )
     return text
