@@ -95,7 +95,7 @@ def coloured(stream: IO[Any] | None) -> bool:
     is not dumb has them."""
     if os.environ.get("NO_COLOR"):
         return False
-    if os.environ.get("FORCE_COLOR", "0") != "0":
+    if os.environ.get("FORCE_COLOR", "") not in ("", "0"):
         return True
     return is_tty(stream) and os.environ.get("TERM") != "dumb"
 

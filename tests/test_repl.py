@@ -236,16 +236,15 @@ def test_markdown_is_coloured_on_a_terminal_alone(start: Start, tmp_path: Path) 
     screen.say("/set markdown off")
     screen.say(asked)
     assert screen.raw.count(b"\x1b[0;1mbold") == 1
-    for arguments, env, shell in (
-        (("--plain",), {}, "exec {}"),
-        ((), {"NO_COLOR": "1"}, "exec {}"),
-        ((), {}, "{} | cat"),
+    for arguments, env, shell, coloured in (
+        (("--plain",), {"FORCE_COLOR": "1"}, "exec {}", False),
+        ((), {"FORCE_COLOR": "1"}, "{} | cat", True),
     ):
         screen = start("chat", *arguments, shell=shell, **env)
         screen.prompt()
         screen.write(asked + "\r")
         screen.until("You said: some **bold** words\n")
-        assert b"\x1b[0;1mbold" not in screen.raw
+        assert (b"\x1b[0;1mbold" in screen.raw) == coloured
 
 
 def test_copy(start: Start, tmp_path: Path) -> None:
@@ -458,7 +457,7 @@ def test_suspended_and_back(start: Start, tmp_path: Path) -> None:
     screen.write("fg\r")
     assert ": half a line more\n>" in screen.prompt()
     screen.write("/quit\r")
-    screen.until(lambda: screen.text().rstrip().endswith("> /quit\nshell:"))
+    screen.until("> /quit\n`longchat chat --resume 1` goes on from here\nshell:")
     screen.write("stty -a\r")
     assert " -echo " not in screen.until(" echoe ")
 

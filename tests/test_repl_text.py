@@ -15,6 +15,7 @@ from longchat_cli.errors import UsageError
 from longchat_cli.repl import clipboard
 from longchat_cli.repl.bar import Part, bar, gauge, legend, shares
 from longchat_cli.repl.markdown import Markdown
+from longchat_cli.terminal import coloured
 
 COLOURS = re.compile("\x1b\\[[0-9;]*m")
 SAMPLE = '''# A title with `code`
@@ -124,6 +125,29 @@ def test_bar_is_read_without_colours() -> None:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "env", "expected"),
+    [
+        (Terminal(), {}, True),
+        (io.StringIO(), {}, False),
+        (None, {}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (io.StringIO(), {"FORCE_COLOR": "1"}, True),
+        (Terminal(), {"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+        (Terminal(), {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        (io.StringIO(), {"FORCE_COLOR": "0"}, False),
+        (Terminal(), {"NO_COLOR": ""}, True),
+    ],
+)
+def test_where_colours_go(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None, env: dict[str, str], expected: bool
+) -> None:
+    for name, value in {"TERM": "xterm", "NO_COLOR": "", "FORCE_COLOR": "", **env}.items():
+        monkeypatch.setenv(name, value)
+    assert coloured(stream) == expected
 
 
 def test_clipboard_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

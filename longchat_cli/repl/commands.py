@@ -47,8 +47,8 @@ def take(repl: Repl, text: str) -> None:
     Raises Left, KeyboardInterrupt at two Ctrl-C, and LongchatError for what cannot be done.
     """
     if text.startswith("/") and not text.startswith("//"):
-        name, _, argument = text[1:].partition(" ")
-        _find(name.strip()).run(repl, argument.strip())
+        name, argument = [*text[1:].split(maxsplit=1), "", ""][:2]
+        _find(name).run(repl, argument.strip())
     elif text.strip():
         repl.send(text.removeprefix("/") if text.startswith("//") else text)
 
@@ -95,8 +95,9 @@ def _context(repl: Repl, argument: str) -> None:
     width = min(shutil.get_terminal_size().columns, 100) - 4
     colours, parts = coloured(sys.stderr), context_parts(repl)
     speed = f", {repl.speed:,.0f} tok/s" if repl.speed else ""
+    about = f"{printable(info.model)}, {info.method}, window {info.window:,}"
     repl.console.say(
-        f"{info.model}, {info.method}, window {info.window:,}: {_turns(seen.turns)}, {total:,} tokens seen\n"
+        f"{about}: {_turns(seen.turns)}, {total:,} tokens seen\n"
         f"{bar(parts, width, colours)}\n{legend(parts, colours)}\n"
         f"{config.format_bytes(seen.bytes)} held{speed}"
     )
@@ -189,7 +190,7 @@ def _method(repl: Repl, argument: str) -> None:
 def _model(repl: Repl, argument: str) -> None:
     if not argument:
         info = repl.conversation.engine.info
-        repl.console.say(f"{info.model}: window {info.window:,}, {info.dtype} on {info.device}")
+        repl.console.say(f"{printable(info.model)}: window {info.window:,}, {info.dtype} on {info.device}")
         return
     _rebuild(repl, open_engine=repl.workbench.model(argument))
 
@@ -213,7 +214,7 @@ def _rebuild(
     if done:
         repl.open_engine, repl.options = open_engine, options
     seen = conversation.coverage().seen
-    repl.outcome(done, f"{engine.info.model}, {engine.info.method}: {seen:,} tokens read anew")
+    repl.outcome(done, f"{printable(engine.info.model)}, {engine.info.method}: {seen:,} tokens read anew")
 
 
 def _set(repl: Repl, argument: str) -> None:

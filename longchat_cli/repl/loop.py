@@ -123,19 +123,29 @@ class Repl:
         """Prompt, answer, repeat. Ends at Ctrl-D and /quit; raises KeyboardInterrupt after two Ctrl-C."""
         self.prompt = prompt
         info = self.conversation.engine.info
-        self.console.notice(f"{info.model}, {info.method}. /help lists commands, Ctrl-D leaves.")
+        self.console.notice(f"{printable(info.model)}, {info.method}. /help lists commands, Ctrl-D leaves.")
         with echo(
             prompt.source, False
         ):  # what is typed during an answer stands in the next prompt, not in it
-            while (text := self._ask(prompt)) is not None:
-                try:
-                    commands.take(self, text)
-                except LongchatError as error:
-                    self.console.say(f"longchat: error: {error}")
-                except KeyboardInterrupt:
-                    self.pressed("stopped; Ctrl-C again leaves")
-                except commands.Left:
-                    return
+            try:
+                while (text := self._ask(prompt)) is not None:
+                    self._take(text)
+            except commands.Left:
+                pass
+        session = self.conversation.session
+        if session and session.id is not None:
+            self.console.notice(f"`longchat chat --resume {session.id}` goes on from here")
+
+    def _take(self, text: str) -> None:
+        """One input; what cannot be done is told in a line."""
+        try:
+            commands.take(self, text)
+        except LongchatError as error:
+            self.console.say(f"longchat: error: {error}")
+        except MemoryError:
+            self.console.say("longchat: error: out of memory; everything is as before")
+        except KeyboardInterrupt:
+            self.pressed("stopped; Ctrl-C again leaves")
 
     def answer_lines(self, lines: Iterator[bytes] | Any) -> None:
         """Each line that is not blank is a turn; what it says is never a command."""
