@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from longchat_cli.config import data_dir, private
 from longchat_cli.database import create, failures, matching, prepare
 from longchat_cli.documents import Document
-from longchat_cli.errors import LongchatError, MissingInput, UsageError
+from longchat_cli.errors import BadInput, LongchatError, MissingInput, UsageError
 from longchat_cli.terminal import Console
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Sessions:
         """Chat `id` in full."""
         about = self.about(id)
         with self._open() as database:
-            (opening,) = database.execute("SELECT opening FROM sessions WHERE id = ?", (id,)).fetchone()
+            row = database.execute("SELECT opening FROM sessions WHERE id = ?", (id,)).fetchone()
             texts = database.execute(
                 "SELECT turn, name, text, header FROM documents WHERE session = ? ORDER BY turn, place", (id,)
             ).fetchall()
@@ -182,15 +182,18 @@ class Sessions:
                 "ORDER BY number",
                 (id,),
             ).fetchall()
-        documents: dict[int, list[Document]] = {}
-        for turn, name, text, header in texts:
-            documents.setdefault(turn, []).append(Document(name, text, header=header))
-        first = _ids(opening)
-        turns: list[Turn] = []
-        for number, role, text, thoughts, stop, said, pinned, ids in rows:
-            start = turns[-1].end if turns else len(first)
-            carried = tuple(documents.get(number, ()))
-            turns.append(Turn(role, text, stop, _ids(ids), start, bool(pinned), carried, thoughts, said))
+        with _failures(self.path):
+            documents: dict[int, list[Document]] = {}
+            for turn, name, text, header in texts:
+                documents.setdefault(turn, []).append(Document(name, text, header=header))
+            first = _ids(*row)
+            turns: list[Turn] = []
+            for number, role, text, thoughts, stop, said, pinned, ids in rows:
+                start = turns[-1].end if turns else len(first)
+                carried = tuple(documents.get(number, ()))
+                turns.append(Turn(role, text, stop, _ids(ids), start, bool(pinned), carried, thoughts, said))
+            if len(turns) % 2:
+                raise ValueError(f"chat {id} lacks an answer")
         return Chat(about, first, documents.get(_OPENING, []), turns)
 
     def search(self, words: Sequence[str], count: int) -> list[Hit]:
@@ -268,7 +271,7 @@ class Sessions:
                 + clause,
                 (value,),
             ).fetchall()
-        return [_about(*row) for row in rows]
+            return [_about(*row) for row in rows]
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -279,8 +282,17 @@ class Sessions:
 _LIST = "`longchat sessions ls` shows them"
 
 
-def _failures(path: Path) -> contextlib.AbstractContextManager[Any]:
-    return failures(path, "the file of chats", "move it away, and a new one is begun")
+_DO = "move it away, and a new one is begun"
+
+
+@contextlib.contextmanager
+def _failures(path: Path) -> Iterator[Any]:
+    """Errors of SQLite, and values that are not what was written, as longchat's."""
+    with failures(path, "the file of chats", _DO) as sqlite:
+        try:
+            yield sqlite
+        except (ValueError, TypeError) as error:
+            raise BadInput(f"the file of chats {path} is damaged", str(error), _DO) from error
 
 
 @contextlib.contextmanager

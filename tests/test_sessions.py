@@ -249,6 +249,24 @@ def test_damaged_locked_and_newer_files(
         assert sessions.path.read_bytes() == content, "nothing is overwritten"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE sessions SET options = '{'",
+        "UPDATE sessions SET opening = x'010203'",
+        "UPDATE turns SET ids = x'0102' WHERE number = 1",
+        "UPDATE turns SET ids = 7 WHERE number = 1",
+        "DELETE FROM turns WHERE number = 1",
+    ],
+)
+def test_values_that_nobody_wrote(sessions: Sessions, change: str) -> None:
+    sessions.add(chat("a", "b"))
+    with contextlib.closing(sqlite3.connect(sessions.path)) as database, database:
+        database.execute(change)
+    with pytest.raises(BadInput, match="is damaged"):
+        sessions.load(1)
+
+
 def test_what_could_not_be_kept_is_kept_later(
     sessions: Sessions, session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
