@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longchat_cli.chat import Context
 from longchat_cli.errors import UsageError
 from longchat_cli.repl import clipboard
 from longchat_cli.repl.bar import Part, bar, gauge, legend, shares
+from longchat_cli.repl.commands import context_parts
 from longchat_cli.repl.markdown import Markdown
 from longchat_cli.terminal import coloured
 
@@ -120,6 +122,17 @@ def test_bar_is_read_without_colours() -> None:
     assert COLOURS.sub("", bar(parts, 20, coloured=True)) == bar(parts, 20)
     assert legend(parts).splitlines()[0] == " #  pinned             10 tokens  why"
     assert [gauge(share) for share in (0, 0.5, 7)] == ["[----------]", "[#####-----]", "[##########]"]
+
+
+@given(st.lists(st.integers(0, 5000), min_size=6, max_size=6), st.integers(0, 5000))
+def test_what_the_bar_shows_adds_up(counts: list[int], sinks: int) -> None:
+    opening, pinned, first, visible, retrieved, forgotten = counts
+    seen = Context(opening, pinned, first, visible, retrieved, forgotten, 3, 2, 1 << 20)
+    parts = context_parts(seen, sinks)
+    assert sum(part.tokens for part in parts) == visible + forgotten
+    assert min(part.tokens for part in parts) >= 0
+    assert [part.name for part in parts] == ["pinned", "sinks", "visible", "retrieved", "forgotten"]
+    assert len({part.letter for part in parts}) == 5
 
 
 class Terminal(io.StringIO):

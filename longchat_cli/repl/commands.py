@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from longchat_cli import config
 from longchat_cli.attention import METHODS
-from longchat_cli.chat import open_pinned
+from longchat_cli.chat import Context, open_pinned
 from longchat_cli.documents.names import printable
 from longchat_cli.errors import UsageError
 from longchat_cli.repl import chats, clipboard, settings
@@ -93,7 +93,7 @@ def _context(repl: Repl, argument: str) -> None:
     info, seen = repl.conversation.engine.info, repl.conversation.context()
     total = seen.visible + seen.forgotten
     width = min(shutil.get_terminal_size().columns, 100) - 4
-    colours, parts = coloured(sys.stderr), context_parts(repl)
+    colours, parts = coloured(sys.stderr), context_parts(seen, info.options.get("sinks", 0))
     speed = f", {repl.speed:,.0f} tok/s" if repl.speed else ""
     about = f"{printable(info.model)}, {info.method}, window {info.window:,}"
     repl.console.say(
@@ -103,19 +103,23 @@ def _context(repl: Repl, argument: str) -> None:
     )
 
 
-def context_parts(repl: Repl) -> list[Part]:
-    """What was said, by how the next turn sees it; the parts add up to all tokens seen and retrieved."""
-    seen, options = repl.conversation.context(), repl.conversation.engine.info.options
-    opening = min(seen.opening, options.get("sinks", 0)) if seen.forgotten else seen.opening
-    pinned = opening + seen.pinned
-    recent = max(seen.visible - pinned - seen.sinks, 0)
-    gone = _turns(seen.forgotten_turns) if seen.forgotten else ""
+def context_parts(seen: Context, sinks: int) -> list[Part]:
+    """What was said, by how the next turn sees it, under a method that keeps so many first tokens (`sinks`).
+
+    The parts add up to the tokens seen: what is retrieved was read again, behind what was forgotten.
+    """
+    opening = min(seen.opening, sinks) if seen.forgotten else seen.opening
+    parts, rest = [], seen.visible
+    for tokens in (opening + seen.pinned, seen.sinks, seen.retrieved):
+        parts.append(min(tokens, rest))
+        rest -= parts[-1]
+    pinned, first, retrieved = parts
     return [
         Part("pinned", pinned, "#", "35", "system prompt, documents, /pin" if pinned else ""),
-        Part("sinks", seen.sinks, "=", "33"),
-        Part("visible", recent, "|", "32", _turns(seen.turns - seen.forgotten_turns)),
-        Part("retrieved", seen.retrieved, "+", "36"),
-        Part("forgotten", seen.forgotten, ".", "90", gone),
+        Part("sinks", first, "=", "33"),
+        Part("visible", rest, "|", "32", _turns(seen.turns - seen.forgotten_turns)),
+        Part("retrieved", retrieved, "+", "36"),
+        Part("forgotten", seen.forgotten, ".", "90", _turns(seen.forgotten_turns) if seen.forgotten else ""),
     ]
 
 
