@@ -224,6 +224,7 @@ def test_a_library_that_differs_is_refused(
         served.NativeProducts, "leave", lambda self, *at: right(self, *at).mul_(torch.tensor([1.0, 1.5] * 32))
     )
     ready = load.find(str(tiny_model("llama")), silent)
+    capsys.readouterr()
     decoder = load.load_decoder(ready, "cpu")
     assert type(decoder.products) is Products
     assert re.fullmatch(
@@ -345,6 +346,16 @@ def test_a_library_that_cannot_be_used_says_why(folder: Path, monkeypatch: pytes
     file = folder / f"_native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     file.write_bytes(b"not a library")
     assert load_it().startswith(f"{file.name} cannot be loaded: ")
+
+
+@needs_library
+@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
+def test_a_library_that_is_cut_short_is_not_loaded(folder: Path) -> None:
+    whole = Path(native.loaded()._name).read_bytes()
+    file = folder / f"_native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    for length in (8, 50, 100, 5000, len(whole) // 2, len(whole) * 9 // 10):
+        file.write_bytes(whole[:length])
+        assert re.match(rf"{file.name} (is cut short|cannot be loaded)", native.load.__wrapped__()), length
 
 
 @needs_library

@@ -116,7 +116,7 @@ def attend(
             served[kernel.name] += 1
             return kernel.attend(q, spans, scale, softcap, sinks)
         reasons.append(reason)
-    why = "; ".join(dict.fromkeys(reasons))
+    why = "; ".join(dict.fromkeys(reversed(reasons)))  # the last one takes most, and what it lacks matters
     raise UsageError(f"kernel '{_forced}' cannot serve this model", why, "leave --kernel out")
 
 

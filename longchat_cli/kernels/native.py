@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib.machinery
 import math
+import struct
 import weakref
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
@@ -152,9 +153,11 @@ def load() -> ctypes.CDLL | str:
     if built is None:
         return "it was not built: install a C++ compiler and longchat again"
     try:
+        if not _complete(built):
+            return f"{built.name} is cut short: install longchat again"
         library = ctypes.CDLL(str(built))
         abi = library.longchat_abi()
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, struct.error) as error:
         return f"{built.name} cannot be loaded: {error}"
     if abi != ABI:
         return f"{built.name} belongs to another version: install longchat again"
@@ -166,6 +169,18 @@ def load() -> ctypes.CDLL | str:
             function.restype, function.errcheck = c_int32, _enough
     library.longchat_take.argtypes, library.longchat_take.restype = [c_int64], c_void_p
     return library
+
+
+def _complete(file: Path) -> bool:
+    """Whether all that an ELF file's header wants in memory is in it: else loading it may end the process."""
+    content = file.read_bytes()
+    if content[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian
+        return True
+    at, size, count = (*struct.unpack_from("<Q", content, 32), *struct.unpack_from("<HH", content, 54))
+    if at + size * count > len(content):
+        return False
+    segments = (struct.unpack_from("<II4Q", content, at + index * size) for index in range(count))
+    return all(start + held <= len(content) for _, _, start, _, _, held in segments)
 
 
 def _enough(result: int, function: Any, arguments: Any) -> None:
