@@ -63,7 +63,7 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
     show_default=True,
     help="Longer than the window: find passages, or read the whole in parts; auto: by the question.",
 )
-@click.option("--system", metavar="TEXT", help="System prompt.")
+@click.option("--system", metavar="TEXT", help="System prompt. [default: to answer with words of the text]")
 @click.option(
     "--output",
     "-o",
