@@ -271,33 +271,35 @@ class Conversation:
             return
         if documents is None:
             self.added = []
-        answer, thinking, mark = self.turns[-1], self.engine.thinking, None
-        if self._drops_thoughts and thinking:
-            mark = self.engine.snapshot()
-            self.engine.prefill(thinking.opened)
-        thought = bool(thinking and thinking.opened)
+        answer, thinking = self.turns[-1], self.engine.thinking
+        mark = self.engine.snapshot() if thinking and thinking.dropped else None
+        thought = False
         try:
             for piece in self._answer(sampling, cancel):
                 thought = thought or piece.thought
-                if piece.thought:
-                    answer.thoughts += piece.text
-                else:
-                    answer.text += piece.text
-                if mark is None or not piece.thought:
-                    answer.ids.extend(piece.ids)
-                answer.stop = piece.stop or answer.stop
-                if self.session:
-                    self.session.stream(self.chat)
+                self._take(answer, piece, mark is None or not piece.thought)
                 if self.shows_thoughts or not piece.thought or piece.stop:
                     yield piece
         finally:
-            if mark is not None and thought:
+            if thought and mark is not None:
                 answer.ids = array.array("I", self.engine.encode(answer.text))
             self._save(len(self.turns) - 1)
-        if mark is not None and thought:  # as the template has it from the next turn on
+        if thought and mark is not None:  # as the template has it from the next turn on
             self.engine.restore(mark)
             self.engine.prefill(answer.ids)
         self._keep()
+
+    def _take(self, answer: Turn, piece: Piece, stays: bool) -> None:
+        """Add a piece to the answer; `stays`: its tokens are not taken back."""
+        if piece.thought:
+            answer.thoughts += piece.text
+        else:
+            answer.text += piece.text
+        if stays:
+            answer.ids.extend(piece.ids)
+        answer.stop = piece.stop or answer.stop
+        if self.session:
+            self.session.stream(self.chat)
 
     def _answer(self, sampling: Sampling, cancel: Cancel | None) -> Iterator[Piece]:
         """Generate, thoughts told from the answer and cut short where they are too long."""
@@ -306,6 +308,8 @@ class Conversation:
             yield from self.engine.generate(self._within_room(sampling), cancel)
             return
         thoughts, most = Thoughts(thinking), self.think
+        if thinking.dropped and thinking.opened:  # which no earlier turn has: it is not part of the user's
+            yield self._put(thinking.opened)
         if most == 0:
             yield self._put(thinking.closing if thoughts.inside else thinking.skipping)
             thoughts.close()
@@ -315,13 +319,8 @@ class Conversation:
             for piece in pieces:
                 left -= len(piece.ids)
                 yield from thoughts.feed(piece)
-                if (
-                    most is not None
-                    and thoughts.inside
-                    and thoughts.count >= most
-                    and left
-                    and not piece.stop
-                ):
+                too_long = most is not None and thoughts.inside and thoughts.count >= most
+                if too_long and left and not piece.stop:
                     break
             else:
                 return
@@ -332,11 +331,6 @@ class Conversation:
         """Tokens that the model did not write itself, as part of its thoughts."""
         self.engine.prefill(ids)
         return Piece("", tuple(ids), thought=True)
-
-    @property
-    def _drops_thoughts(self) -> bool:
-        thinking = self.engine.thinking
-        return thinking is not None and thinking.dropped
 
     def _exchanged(
         self,
@@ -537,7 +531,7 @@ class Conversation:
 
     def _within_room(self, sampling: Sampling) -> Sampling:
         room = self._room(self.engine.coverage().seen)
-        return replace(sampling, max_tokens=int(min(sampling.max_tokens, room)))
+        return replace(sampling, max_tokens=int(max(min(sampling.max_tokens, room), 1)))
 
     def _room(self, seen: int) -> float:
         """Tokens that still fit; infinite for methods that forget."""
