@@ -15,17 +15,20 @@ from longchat_cli.documents import Document
 from longchat_cli.engine import Progress
 from longchat_cli.prompt import Message, Text
 
-MEANT, WORDED = 0.5, 0.3
-"""Least score of a passage by meaning (and words: cosine + 0.5 x lexical^2), and by words alone.
+ASKING, SAYING = 0.5, 0.75
+"""Least score of a passage, cosine + 0.5 x lexical^2, for words that ask something, and for others.
 
-Measured: 22 facts asked in much the same words score 0.83 and 0.36 at least, 60 facts asked in quite other
-words 0.48 in the median; the best that 158 prompts of a benchmark find of each other 0.4 and 0.12.
+Measured: 22 facts asked in much the same words score 0.83 at least, 60 facts asked in quite other words 0.48
+in the median. What 158 prompts of a benchmark find of each other scores 0.4 in the median; requests like
+"Rewrite your previous response" find each other, up to 0.71, and a small model is led astray by them.
 """
+WORDS = 0.6
+"""Words alone score so much lower: the same facts 0.36 at least, the prompts 0.12 in the median."""
 PASSAGES = 1
 """Passages read again for one turn, where the method's options name no number."""
 BUDGET = 192
 """Tokens of passages for one turn at most."""
-ASKED = 400
+LONGEST = 400
 """Characters of a long message, its last sentences, that are looked up."""
 
 
@@ -161,7 +164,10 @@ class Memory:
             return NOTHING
         self._read = {place: (where, n) for place, (where, n) in self._read.items() if recent <= where < at}
         ranked = self._finder.rank(asked(text), self.passages, self.find)
-        good = list(itertools.takewhile(lambda found: self._wanted(found, turns, recent), ranked))
+        least = self._least(text)
+        good = list(
+            itertools.takewhile(lambda f: f.score >= least and self._forgotten(f, turns, recent), ranked)
+        )
         if not good:
             return NOTHING
         from longchat_cli.recall.passages import ReadingPlan, choose
@@ -177,9 +183,15 @@ class Memory:
         """Tokens that were read again and are still visible."""
         return sum(tokens for where, tokens in self._read.values() if where >= recent)
 
-    def _wanted(self, found: Any, turns: Sequence[Said], recent: int) -> bool:
+    def _least(self, text: str) -> float:
+        from longchat_cli.recall.growing import ASKS
+
+        least = ASKING if any(mark in asked(text) for mark in ASKS) else SAYING
+        return least * WORDS if self.find == "lexical" else least
+
+    def _forgotten(self, found: Any, turns: Sequence[Said], recent: int) -> bool:
         entry = self.entries[found.document]
-        if found.score < (WORDED if self.find == "lexical" else MEANT) or any(
+        if any(
             document == found.document and begin < found.end and found.begin < end
             for document, begin, end in self._read
         ):
@@ -199,13 +211,13 @@ class Memory:
 
 def asked(text: str) -> str:
     """Of a long message its last sentences: what is asked stands there."""
-    if len(text) <= ASKED:
+    if len(text) <= LONGEST:
         return text
     text = text.rstrip().rpartition("\n\n")[2]
     from longchat_cli.recall.passages import split_sentences
 
     begins = [begin for begin, _ in split_sentences(text)[0].tolist()]
-    return text[next((b for b in begins if b >= len(text) - ASKED), -ASKED) :]
+    return text[next((b for b in begins if b >= len(text) - LONGEST), -LONGEST) :]
 
 
 def _entries(documents: Sequence[Document], turns: Sequence[Said]) -> Iterator[Entry]:

@@ -16,7 +16,7 @@ from longchat_cli.attention.recall import Recall, Remembering
 from longchat_cli.attention.sink import SinkLayer
 from longchat_cli.chat import Conversation
 from longchat_cli.documents import Document
-from longchat_cli.memory import ASKED, Memory, asked, local_encoder
+from longchat_cli.memory import LONGEST, Memory, asked, local_encoder
 from longchat_cli.prompt import Message, Prompt
 from longchat_cli.prose import prose
 from longchat_cli.recall.find import Finder
@@ -247,8 +247,8 @@ def test_of_a_long_message_the_end_is_looked_up() -> None:
     long = "A line about nothing.\n" * 60
     assert asked(long + "\n\nWhere is the key?") == "Where is the key?"
     tail = asked("One sentence after another. " * 40)
-    assert 0 < len(tail) <= ASKED and tail.startswith("One")
-    assert 0 < len(asked("x" * 5000)) <= ASKED
+    assert 0 < len(tail) <= LONGEST and tail.startswith("One")
+    assert 0 < len(asked("x" * 5000)) <= LONGEST
 
 
 def test_growing_bm25_is_bm25() -> None:
@@ -313,3 +313,12 @@ def test_the_encoder_is_not_pulled_in_a_chat(monkeypatch: pytest.MonkeyPatch, tm
     told: list[str] = []
     assert local_encoder(told.append)() is None
     assert len(told) == 1 and "longchat models pull minilm" in told[0]
+
+
+def test_words_that_ask_nothing_need_a_surer_passage(chat: Conversation) -> None:
+    say(chat, "Rewrite your previous response in the style of a pirate.")
+    fill(chat)
+    assert say(chat, "Give me the previous one in verse.") == []
+    assert say(chat, "Is the previous response of a pirate?")
+    fill(chat)
+    assert say(chat, "Rewrite your previous response in the style of a pirate.")  # the very words

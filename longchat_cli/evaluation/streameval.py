@@ -18,7 +18,7 @@ from longchat_cli.chat import Conversation
 from longchat_cli.evaluation import facts
 from longchat_cli.evaluation.journal import Journal, Row
 from longchat_cli.evaluation.score import contains
-from longchat_cli.evaluation.stream import timed
+from longchat_cli.evaluation.stream import STEPS, timed
 from longchat_cli.prose import prose
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal_text import table
@@ -174,7 +174,7 @@ def _stream(chat: Conversation, plan: Plan, progress: Callable[[int, int], None]
         progress(seen, plan.tokens)
         starts.append(seen)
         _say(chat, _text(turns[len(starts) - 1]), TOLD)
-        if seen >= plan.tokens * (len(marks) + 1) / 10:  # in the middle of an answer: it goes on
+        if seen >= plan.tokens * (len(marks) + 1) / 10 and _goes_on(chat):
             marks[chat.coverage().seen] = chat.engine.snapshot()
         possible = [distance for distance in DISTANCES if distance // LINES <= len(starts)]
         if not possible or len(starts) % EVERY:
@@ -195,6 +195,14 @@ def _stream(chat: Conversation, plan: Plan, progress: Callable[[int, int], None]
         "find_s": _find_seconds(chat, answers),
         "steps": timed(chat.engine, marks),
     }
+
+
+def _goes_on(chat: Conversation) -> bool:
+    """Whether the answer that was cut short has steps to be timed."""
+    mark = chat.engine.snapshot()
+    tokens = sum(len(piece.ids) for piece in chat.engine.generate(Sampling(max_tokens=STEPS)))
+    chat.engine.restore(mark)
+    return tokens == STEPS
 
 
 def _find_seconds(chat: Conversation, answers: Sequence[Row]) -> float | None:

@@ -14,7 +14,7 @@ from longchat_cli.recall.kept import NOTHING, OffsetTokenizer, SentenceEncoder, 
 from longchat_cli.recall.lexical import BM25, K1, B, Lexical, parts, words
 from longchat_cli.recall.passages import Outline
 
-_ASKS = ("?", "？", "؟")
+ASKS = ("?", "？", "؟")
 
 
 class GrowingFinder(Finder):
@@ -43,7 +43,7 @@ class GrowingFinder(Finder):
         blocks = range(len(firsts))
         self._firsts = np.concatenate([self._firsts, self._lexical.sentences + firsts])
         self._places += [(len(self.outlines), block) for block in blocks]
-        told = np.array([not sentence.rstrip("\"'”’»)").endswith(_ASKS) for sentence in sentences])
+        told = np.array([not sentence.rstrip("\"'”’»)").endswith(ASKS) for sentence in sentences])
         self._lexical.add(sentences, np.diff(outline.blocks), told)
         if self._semantic:
             self._semantic.add(sentences, told)
