@@ -40,7 +40,9 @@ class Reader(FakeEngine):
         question = shown.split("user\n")[-1].split("⟦")[0].removeprefix("Question: ").strip()
         key = question.removesuffix("?").split()[-1]
         found = [line for line in shown.split("\n") if f" for {key} is: " in line]
-        return found[0].split("is: ")[1].rstrip(".") if found and question.endswith("?") else "this, and it is noted down, line by line"
+        if not found or not question.endswith("?"):
+            return "this, and it is noted down, line by line"
+        return found[0].split("is: ")[1].rstrip(".")
 
 
 def converse(tokenizer: Tokenizer, made: list[str]) -> streaming.Converse:
