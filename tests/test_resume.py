@@ -294,7 +294,7 @@ class Killed:
             self.printed.append((time.monotonic(), data))
 
     def wait_for_words(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 280
         while not self.printed:
             assert self.process.poll() is None, self.process.stderr and self.process.stderr.read()
             assert time.monotonic() < deadline
@@ -377,6 +377,7 @@ def check_what_is_left(model: Path, home: Path) -> None:
     leave(again)
 
 
+@pytest.mark.timeout(900)
 def test_kill_9(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model = tiny_model()
     counts = list(killed_again_and_again(model, tmp_path, KILLS, seed=1))
