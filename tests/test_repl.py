@@ -79,7 +79,7 @@ DIALOGUE = [
     ("/system", "no system prompt; /system TEXT sets one"),
     ("/system Be brief.", "tokens read anew"),
     ("/system", "> /system\nBe brief.\n>"),
-    ("/pin 1", "turn 1 is pinned"),
+    ("/pin 1", "error: sink cannot keep a turn; /method sink and /method recall can"),
     ("/pin two", "error: two is no turn's number; /tokens lists them"),
     ("/file nowhere.txt", "error: nowhere.txt does not exist"),
     ("/file note.txt", "note.txt: 16 tokens go with your next words"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,8 @@ from screen import Screen
 
 from longchat_cli.sessions import Chat, Sessions
 
+LOADING = 120.0
+"""Seconds for a model to be there on a busy machine."""
 Start = Callable[..., Screen]
 
 
@@ -61,7 +64,7 @@ def test_methods_models_and_system_prompts_change(
     other = tiny_model("qwen3")
     (tmp_path / "book.txt").write_text(TEXT * 300)
     screen = start("--window", "64")
-    screen.prompt(60)
+    screen.prompt(LOADING)
     screen.say("hello")
     assert "window: " in screen.say("/method window:window=80")
     assert (kept(tmp_path).about.method, kept(tmp_path).about.options["window"]) == ("window", 80)
@@ -69,7 +72,7 @@ def test_methods_models_and_system_prompts_change(
     assert "error: no method 'sinc'; did you mean 'sink'?" in screen.say("/method sinc")
     assert "error: --wndow is not an option of this method" in screen.say("/method sink wndow=3")
     assert "error: unknown model 'nosuchmodel'" in screen.say("/model nosuchmodel")
-    assert f"{other.name}, window: " in screen.say(f"/model {other}", 60)
+    assert f"{other.name}, window: " in screen.say(f"/model {other}", LOADING)
     assert kept(tmp_path).about.model == str(other)
     assert "tokens read anew" in screen.say("/system Be brief.")
     assert kept(tmp_path).about.system == "Be brief."
@@ -89,6 +92,25 @@ def test_methods_models_and_system_prompts_change(
     assert (screen.ended(), screen.restored()) == (0, True)
 
 
+def test_a_forgotten_turn_is_pinned_by_reading_it_again(start: Start, tmp_path: Path) -> None:
+    screen = start("--window", "64")
+    screen.prompt(LOADING)
+    for number in range(4):
+        screen.say(f"the river ran past mill {number}")
+    assert re.search(r" \.  forgotten +\d+ tokens  [23] turns", screen.say("/context"))
+    shown = screen.say("/pin 1")
+    assert re.search(r"sink: [\d,]+ tokens read anew\nturn 1 is pinned\n", shown)
+    assert [turn.pinned for turn in kept(tmp_path).turns] == [True, True] + [False] * 6
+    before = screen.text().count("forgotten")
+    shown = screen.say("/context")
+    assert shown.count("forgotten") > before
+    assert re.findall(r" #  pinned +(\d+) tokens", shown)[-1] != "5", "more than the opening"
+    assert "turn 1 is no longer pinned" in screen.say("/pin 1 off")
+    screen.say("/method window window=64")
+    assert "error: window cannot keep a turn" in screen.say("/pin 1")
+    assert not any(turn.pinned for turn in kept(tmp_path).turns)
+
+
 def test_kill_9_in_a_terminal_and_resume(start: Start, tmp_path: Path) -> None:
     _killed_and_resumed(start, tmp_path, 2, random.Random(1))
 
@@ -103,7 +125,7 @@ def _killed_and_resumed(start: Start, home: Path, times: int, rng: random.Random
     said: list[str] = []
     for number in range(times):
         screen = start("--max-tokens", "400", "--temperature", "1", *(["--resume"] if number else []))
-        screen.prompt(60)
+        screen.prompt(LOADING)
         said.append(f"turn {number}")
         screen.write(said[-1] + "\r")
         end = time.monotonic() + rng.uniform(0.3, 2)
@@ -115,7 +137,7 @@ def _killed_and_resumed(start: Start, home: Path, times: int, rng: random.Random
         assert [turn.text for turn in turns[::2]] == said
         assert turns[-1].stop in ("cancelled", "eos", "length", "loop")
     screen = start("--resume")
-    screen.until(f"turn {times}: turn {times - 1}", 60)
+    screen.until(f"turn {times}: turn {times - 1}", LOADING)
     screen.prompt()
     assert screen.text().count("reused ") == 1
     screen.say("and now?")

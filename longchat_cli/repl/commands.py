@@ -206,8 +206,8 @@ def _rebuild(
     method: str | None = None,
     options: Mapping[str, Any] | None = None,
     system: Any = ...,
-) -> None:
-    """Read the conversation anew under what is given; all or nothing."""
+) -> bool:
+    """Read the conversation anew under what is given; False when that was stopped, with all as before."""
     conversation = repl.conversation
     open_engine, options = open_engine or repl.open_engine, repl.options if options is None else options
     method = method or conversation.engine.info.method
@@ -219,6 +219,7 @@ def _rebuild(
         repl.open_engine, repl.options = open_engine, options
     seen = conversation.coverage().seen
     repl.outcome(done, f"{printable(engine.info.model)}, {engine.info.method}: {seen:,} tokens read anew")
+    return done
 
 
 def _set(repl: Repl, argument: str) -> None:
@@ -263,9 +264,21 @@ def _multiline(repl: Repl, argument: str) -> None:
 
 def _pin(repl: Repl, argument: str) -> None:
     number, on = repl.turn(argument.removesuffix("off").strip()), not argument.endswith("off")
-    held = repl.conversation.pin(number, on)
-    what = f"turn {number} is {'pinned' if on else 'no longer pinned'}"
-    repl.console.notice(what if held else f"{what} once the conversation is read anew: /method does that")
+    conversation = repl.conversation
+    if not conversation.pin(number, on):  # some of it is forgotten: it is read again
+        store, conversation.store = conversation.store, None  # what is kept was made without the pin
+        try:
+            done = _rebuild(repl)
+        finally:
+            conversation.store = store
+        if not done:
+            conversation.pin(number, False)
+            return
+        if not conversation.pin(number):
+            conversation.pin(number, False)
+            method = conversation.engine.info.method
+            raise UsageError(f"{method} cannot keep a turn", "", "/method sink and /method recall can")
+    repl.console.notice(f"turn {number} is {'pinned' if on else 'no longer pinned'}")
 
 
 def _quit(repl: Repl, argument: str) -> None:
