@@ -241,7 +241,7 @@ def _ask(chat: Conversation, line: Line, plan: Plan) -> Row:
         "question": line.question,
         "reference": line.value,
         "answer": answer,
-        "recalled": told,
+        "recalled": list(told),
     }
 
 
