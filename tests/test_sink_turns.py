@@ -15,8 +15,8 @@ from longchat_cli.attention import method_class
 from longchat_cli.attention.layer import Cache
 from longchat_cli.attention.sink import SinkLayer
 from longchat_cli.engine import EngineInfo
-from longchat_cli.errors import UsageError
-from longchat_cli.local import LocalEngine
+from longchat_cli.errors import ContextOverflow, UsageError
+from longchat_cli.local import LocalEngine, with_method
 from longchat_cli.models.lean import LeanDecoder
 from longchat_cli.prompt import Message
 from longchat_cli.tokens import Tokenizer
@@ -179,6 +179,18 @@ def test_an_engine_knows_where_turns_begin(tiny_model: Callable[..., Path]) -> N
     starts = [18 + number * len(turn) + closes for number in range(6)]
     assert engine.coverage().recent in starts
     assert engine.coverage().recent >= engine.coverage().seen + 1 - 60
+    # The last turn but one is pinned with what closes it, and what the other methods say to that.
+    assert engine.pin(18 + 4 * len(turn), 18 + 5 * len(turn))
+    for _ in range(6):
+        engine.begin_turn(turn)
+        engine.prefill(turn)
+    assert engine.cache.pinned() == len(turn)
+    assert engine.coverage().visible == 8 + len(turn) + engine.coverage().seen + 1 - engine.coverage().recent
+    assert not engine.pin(18, 18 + len(turn))  # it is gone
+    with pytest.raises(ContextOverflow, match="pinned"):
+        engine.pin(18, 400)
+    assert engine.pin(18 + 4 * len(turn), 18 + 5 * len(turn), on=False) and not engine.cache.pinned()
+    assert with_method(engine, "full").pin(0, 9)
 
 
 def test_what_goes_at_a_time_has_two_names() -> None:
