@@ -34,22 +34,41 @@ inline int up(int n, int step) { return (n + step - 1) / step * step; }
 
 // Pairs of 32 dimensions' channels of 16 keys: [dim / 2][keys][2], what a tile product wants on the right.
 inline void lay_keys(const uint16_t* k, int64_t stride, int n, int dim, int padded_dim, uint16_t* to) {
-  for (int slab = 0; slab < padded_dim; slab += 32, to += 512)
-    for (int key = 0; key < 16; ++key) {
-      alignas(64) uint32_t pairs[16] = {};
-      if (key < n) memcpy(pairs, k + key * stride + slab, (dim - slab < 32 ? dim - slab : 32) * 2);
-      for (int i = 0; i < 16; ++i) memcpy(to + (i * 16 + key) * 2, &pairs[i], 4);
+  for (int slab = 0; slab < padded_dim; slab += 32, to += 512) {
+    const __mmask32 mask = dim - slab < 32 ? 0xffff : 0xffffffff;
+    __m512i x[16], y[16];
+    for (int key = 0; key < 16; ++key)
+      x[key] = key < n ? _mm512_maskz_loadu_epi16(mask, k + key * stride + slab) : _mm512_setzero_si512();
+    // Pairs are 32 bits: rows and columns of 16 x 16 change places.
+    for (int i = 0; i < 16; i += 4)
+      for (int j = 0; j < 2; ++j) {
+        const __m512i low = j ? _mm512_unpackhi_epi32(x[i], x[i + 1]) : _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        const __m512i high = j ? _mm512_unpackhi_epi32(x[i + 2], x[i + 3]) : _mm512_unpacklo_epi32(x[i + 2], x[i + 3]);
+        y[i + 2 * j] = _mm512_unpacklo_epi64(low, high);
+        y[i + 2 * j + 1] = _mm512_unpackhi_epi64(low, high);
+      }
+    for (int j = 0; j < 4; ++j) {
+      const __m512i a = _mm512_shuffle_i32x4(y[j], y[4 + j], 0x88), b = _mm512_shuffle_i32x4(y[j], y[4 + j], 0xdd);
+      const __m512i c = _mm512_shuffle_i32x4(y[8 + j], y[12 + j], 0x88), d = _mm512_shuffle_i32x4(y[8 + j], y[12 + j], 0xdd);
+      _mm512_storeu_si512(to + j * 32, _mm512_shuffle_i32x4(a, c, 0x88));
+      _mm512_storeu_si512(to + (4 + j) * 32, _mm512_shuffle_i32x4(b, d, 0x88));
+      _mm512_storeu_si512(to + (8 + j) * 32, _mm512_shuffle_i32x4(a, c, 0xdd));
+      _mm512_storeu_si512(to + (12 + j) * 32, _mm512_shuffle_i32x4(b, d, 0xdd));
     }
+  }
 }
 
 // Pairs of 32 keys' values: [dim / 16][keys / 2][16][2].
 inline void lay_values(const uint16_t* v, int64_t stride, int n, int dim, uint16_t* to) {
   for (int slab = 0; slab < dim; slab += 16)
-    for (int pair = 0; pair < 16; ++pair, to += 32)
-      for (int i = 0; i < 16; ++i) {
-        to[2 * i] = 2 * pair < n ? v[2 * pair * stride + slab + i] : 0;
-        to[2 * i + 1] = 2 * pair + 1 < n ? v[(2 * pair + 1) * stride + slab + i] : 0;
-      }
+    for (int pair = 0; pair < 16; ++pair, to += 32) {
+      const uint16_t* from = v + 2 * pair * stride + slab;
+      const __m256i none = _mm256_setzero_si256();
+      const __m256i a = 2 * pair < n ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)) : none;
+      const __m256i b = 2 * pair + 1 < n ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + stride)) : none;
+      const __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+      _mm512_storeu_si512(to, both);
+    }
 }
 
 // 2^x for x <= 0, with 16 bits; 0 far below.
