@@ -114,7 +114,8 @@ def subject(
             answers.append(Answer(got.answer, _ranked(finders, document, got.question), got.coverage))
         return answers
 
-    def forward(method: Method = engine.method) -> Forward:
+    def forward(method: Method | None = None) -> Forward:
+        method = method or engine.method
         cache = engine.decoder.new_cache(method)
 
         def step(ids: Sequence[int]) -> Any:
