@@ -688,6 +688,7 @@ def local_finder(
     from longchat_cli.attention.recall import Recall
     from longchat_cli.models import load
     from longchat_cli.recall.find import Finder as Ranker
+    from longchat_cli.recall.likelihood import Likelihood
     from longchat_cli.recall.passages import ReadingPlan
     from longchat_cli.recall.semantic import Encoder
 
@@ -711,6 +712,7 @@ def local_finder(
             store,
             _announced(bar, console),
             engine.info.fingerprint,
+            Likelihood(engine.decoder, engine.tokenizer),
         )
     default = ReadingPlan()
     plan = ReadingPlan(

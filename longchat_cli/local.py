@@ -22,6 +22,7 @@ from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.constrain import Constraint
 from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
 from longchat_cli.errors import ContextOverflow
+from longchat_cli.kernels import native
 from longchat_cli.models import lookup
 from longchat_cli.models.lookup import Lookup
 from longchat_cli.models.static import StaticStep
@@ -33,7 +34,9 @@ from longchat_cli.terminal_text import StopMatcher
 from longchat_cli.thinking import Thinking
 from longchat_cli.tokens import Tokenizer
 
-CHUNK = 512
+CHUNK, FAST_CHUNK = 512, 1024
+"""Rows of a prefill call, after which it can be stopped; more where tile instructions make up for that:
+a row among 1,024 takes a fifth less time than one among 512."""
 SHORTEST_LOOP, LONGEST_LOOP, LOOP_REPEATS = 4, 64, 4
 """Greedy decoding never leaves a loop: four rounds of the same 4 to 64 tokens end the answer."""
 COLDEST = 1e-30
@@ -67,12 +70,13 @@ class LocalEngine:
         tokenizer: Tokenizer,
         method: Method,
         info: EngineInfo,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         compile: bool = False,
     ) -> None:
         self.decoder, self.tokenizer, self.method = decoder, tokenizer, method
         self.assembler = Assembler(tokenizer)
         self._info = replace(info, options=asdict(method))
+        chunk = chunk or (FAST_CHUNK if decoder.device.type == "cpu" and native.has_tiles() else CHUNK)
         self.chunk = sys.maxsize if method.whole else min(chunk, method.chunk or chunk)
         self.stepper: StaticStep | Lookup | None = None
         if compile:

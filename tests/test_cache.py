@@ -34,6 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of one's own, with small pages."""
     monkeypatch.setenv("LONGCHAT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(local, "PAGE", 512)
+    monkeypatch.setattr(local, "FAST_CHUNK", 512)
     return tmp_path / "cache" / "pages"
 
 
@@ -278,6 +279,7 @@ def test_interrupted_reading_is_gone_on_with(
     monkeypatch.undo()
     monkeypatch.setenv("LONGCHAT_CACHE_DIR", str(place.parent))
     monkeypatch.setattr(local, "PAGE", 512)
+    monkeypatch.setattr(local, "FAST_CHUNK", 512)
     assert reused(run("ask", book, "What is it?"))[0] == 3 * 512
 
 

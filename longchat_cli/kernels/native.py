@@ -256,6 +256,11 @@ def accepts(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tens
     return missing()
 
 
+def has_tiles() -> bool:
+    """Whether the library serves, and this CPU has tile instructions that it knows."""
+    return missing() is None and bool(loaded().longchat_attends_many())
+
+
 def accepts_few(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
     """As `accepts`, where the library is the faster one."""
     return "many rows" if q.shape[1] > ROWS else accepts(q, spans, softcap, sinks)
@@ -269,7 +274,7 @@ def accepts_many(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks:
         return "listed keys, or probabilities asked for"
     if reason := accepts(q, spans, softcap, sinks):
         return reason
-    return None if loaded().longchat_attends_many() else "no tile instructions"
+    return None if has_tiles() else "no tile instructions"
 
 
 def attend(
