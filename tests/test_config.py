@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import stat
@@ -168,6 +169,8 @@ def test_what_a_project_may_not_set(user: Path, project: Path) -> None:
         "no-log = false",
         "[ask]\ncache = true",
         "[chat]\nwith = ['/etc/passwd']",
+        "cache-size = 0",
+        "[chat]\nno-save = false",
     ):
         project.write_text(text)
         assert isinstance(run("methods").exception, BadConfig)
@@ -185,10 +188,20 @@ def test_what_a_project_may_not_set(user: Path, project: Path) -> None:
 
 
 def test_what_is_asked_is_no_setting(user: Path, project: Path) -> None:
-    for file in (user, project):
-        file.write_text("[ask]\nquestion = 'Who?'")
+    for file, (section, text) in itertools.product(
+        (user, project),
+        [
+            ("ask", "question = 'Who?'"),
+            ("chat", "resume = '1'"),
+            ("chat", "fork = true"),
+            ("sessions.rm", "all = true"),
+        ],
+    ):
+        file.write_text(f"[{section}]\n{text}")
         error = run("methods").exception
-        assert isinstance(error, BadConfig) and "there is no setting ask.question" in str(error)
+        assert isinstance(error, BadConfig) and f"there is no setting {section}.{text.split()[0]}" in str(
+            error
+        )
         file.unlink()
     assert "question" not in run("config", "show", "--all").stdout
 

@@ -23,10 +23,12 @@ Path = tuple[str, ...]
 """Names of commands, ("models", "list"); () is the top of a file."""
 _ONLY_READ = {"data", "peer-models", "schema"}
 """Options that name files and write none."""
-_LESS = {"no-log": True, "cache": False}
+_LESS = {"no-log": True, "no-save": True, "no-cache": True, "cache": False}
 """What a project may say of what is kept: less."""
-_ARGUMENTS = {"question"}
-"""Options that say what is asked, not how: they belong to a single call."""
+_ARGUMENTS = {"question", "all", "resume", "fork"}
+"""Options that say what is asked, gone on with or deleted, not how: they belong to a single call."""
+_OWN = {"offline", "with", "cache-size"}
+"""Options that are their user's alone: what may be reached, is put in front of the model, or is deleted."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,11 @@ def _check_value(
 
 def for_projects(option: click.Option, value: Any) -> bool:
     """Whether a project file may set it so. That comes with a folder from who knows where, and must neither
-    name a file that is written over or put in front of the model, nor keep what its user does not keep."""
+    name a file that is written over or put in front of the model, nor keep or delete what its user would
+    not."""
     key = key_of(option)
     writes = option.metavar in ("FILE", "DIR") and key not in _ONLY_READ
-    return not writes and key not in ("offline", "with") and _LESS.get(key, value) == value
+    return not writes and key not in _OWN and (key not in _LESS or _LESS[key] == value)
 
 
 def meant(name: str, names: Iterable[str]) -> str:
