@@ -159,7 +159,9 @@ class Sessions:
                 raise MissingInput("no chat was kept yet")
             return newest[0].id
         if not (name.isascii() and name.isdecimal()):
-            raise UsageError(f"'{name}' is not the number of a chat", "", _LIST)
+            raise UsageError(f"'{name[:99]}' is not the number of a chat", "", _LIST)
+        if len(name) > _DIGITS:
+            raise MissingInput(f"there is no chat {name[:_DIGITS]}...", "", _LIST)
         return self.about(int(name)).id
 
     def about(self, id: int) -> About:
@@ -280,6 +282,8 @@ class Sessions:
 
 
 _LIST = "`longchat sessions ls` shows them"
+_DIGITS = 19
+"""Of the highest number SQLite has."""
 
 
 _DO = "move it away, and a new one is begun"
@@ -291,6 +295,8 @@ def _failures(path: Path) -> Iterator[Any]:
     with failures(path, "the file of chats", _DO) as sqlite:
         try:
             yield sqlite
+        except UnicodeEncodeError:  # no damage; `failures` tells it
+            raise
         except (ValueError, TypeError) as error:
             raise BadInput(f"the file of chats {path} is damaged", str(error), _DO) from error
 

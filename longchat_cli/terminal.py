@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -181,15 +182,21 @@ def open_output(path: str | None) -> Iterator[Output]:
     if path is None or path == "-":
         yield Output(sys.stdout)
         return
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():  # a device or a pipe: nothing to replace
-        with _creating(path), target.open("w", encoding="utf-8") as file:
-            yield Output(file)
+    with _creating(path):
+        target = Path(os.path.realpath(path))
+        if target.is_symlink():  # to itself, in the end
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        special = target.exists() and not target.is_file()
+    if special:  # a device or a pipe: nothing to replace
+        with _creating(path):
+            device = target.open("w", encoding="utf-8")
+        with device:
+            yield Output(device)
         return
     import tempfile
 
-    with _creating(path):
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent, text=True)
+    with _creating(path):  # the name may be as long as names can be
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:50]}.", dir=target.parent, text=True)
     partial = Path(name)
     file = os.fdopen(handle, "w", encoding="utf-8", errors="replace")
     output = Output(file)
@@ -212,7 +219,7 @@ def open_output(path: str | None) -> Iterator[Output]:
 def _creating(path: str) -> Iterator[None]:
     try:
         yield
-    except (IsADirectoryError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise CannotCreate(f"cannot create {path}", error.strerror or "") from error
 
 

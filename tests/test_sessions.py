@@ -27,7 +27,7 @@ from longchat_cli import sessions as module
 from longchat_cli.chat import Conversation
 from longchat_cli.cli import cli
 from longchat_cli.documents import Document
-from longchat_cli.errors import BadInput, MissingInput, StorageError, UsageError
+from longchat_cli.errors import BadInput, CannotCreate, MissingInput, StorageError, UsageError
 from longchat_cli.exchange import as_json, as_markdown, from_json
 from longchat_cli.sampling import Sampling
 from longchat_cli.sessions import About, Chat, InUse, Session, Sessions, Turn
@@ -590,6 +590,8 @@ def test_chats_are_kept_and_go_on(run: Run) -> None:
     assert "six" not in run("sessions", "export", "3").stdout
     with pytest.raises(MissingInput):
         run("chat", "--resume", "9", input="x\n")
+    with pytest.raises(MissingInput, match="there is no chat 9999"):
+        run("chat", "--resume", "9" * 5000, input="x\n")
     with pytest.raises(UsageError):
         run("chat", "--resume", "first", input="x\n")
 
@@ -651,6 +653,15 @@ def test_files(run: Run, tmp_path: Path) -> None:
     assert stored().about(2).exchanges == 3
     with pytest.raises(MissingInput):
         run("sessions", "import", "none.json")
+    os.mkfifo("pipe")
+    for endless in ("pipe", os.devnull):
+        with pytest.raises(BadInput, match="is no file"):
+            run("sessions", "import", endless)
+    (tmp_path / "loop").symlink_to("loop")
+    for nowhere in ("loop", "x" * 300):
+        with pytest.raises(CannotCreate):
+            run("sessions", "export", "1", "-o", nowhere)
+    assert run("sessions", "export", "1", "-o", "y" * 250).exit_code == 0
 
 
 FAKES = Path(__file__).with_name("fakes.py")
@@ -707,8 +718,9 @@ def test_roles_and_prompt_files(run: Run, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="both system prompts"):
         run("chat", "--role", "pirate", "--system", "x", input="x\n")
     (tmp_path / "prompt.txt").write_bytes(b"\xff")
-    with pytest.raises(BadInput):
-        run("chat", "--system-file", "prompt.txt", input="x\n")
+    for endless in ("prompt.txt", "/dev/zero"):
+        with pytest.raises(BadInput):
+            run("chat", "--system-file", endless, input="x\n")
 
 
 def test_completion_of_numbers(run: Run) -> None:

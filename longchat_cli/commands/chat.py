@@ -183,15 +183,23 @@ def _system(params: dict[str, Any]) -> str | None:
     return _text(roles[params["role"]])
 
 
+_LONGEST = 1 << 24
+"""Characters of a system prompt."""
+
+
 def _text(path: Path) -> str:
     from longchat_cli.documents.names import printable
 
     try:
-        return path.read_text(encoding="utf-8").strip()
+        with path.open(encoding="utf-8") as file:  # a device may never end
+            text = file.read(_LONGEST + 1)
     except UnicodeDecodeError as error:
         raise BadInput(f"{printable(path)} is no text", "it is not UTF-8") from error
     except OSError as error:
         raise MissingInput(f"cannot read {printable(path)}", error.strerror or str(error)) from error
+    if len(text) > _LONGEST:
+        raise BadInput(f"{printable(path)} is no system prompt", f"it has more than {_LONGEST:,} characters")
+    return text.strip()
 
 
 Made = tuple["Conversation", "Open", dict[str, Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from click.shell_completion import CompletionItem
 from longchat_cli.commands.context import current_console
 from longchat_cli.commands.framework import Group
 from longchat_cli.commands.options import Name, complete_files
-from longchat_cli.errors import MissingInput, UsageError
+from longchat_cli.errors import BadInput, MissingInput, UsageError
 
 if TYPE_CHECKING:
     from longchat_cli.sessions import About, Chat, Sessions
@@ -141,11 +142,7 @@ def import_(file: str) -> None:
     """
     from longchat_cli.exchange import from_json
 
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except OSError as error:
-        raise MissingInput(f"cannot read {file}", error.strerror or str(error)) from error
-    id = _sessions().add(from_json(data, file))
+    id = _sessions().add(from_json(_read(file), file))
     current_console().notice(f"it is chat {id} now")
     click.echo(id)
 
@@ -160,6 +157,22 @@ def printed(value: Any, indent: int | None = None) -> str:
     """JSON without a character that a terminal would obey or hide."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _read(name: str) -> bytes:
+    """A file, or a byte more than any that is read. Raises MissingInput, BadInput."""
+    from longchat_cli.documents.names import printable
+    from longchat_cli.exchange import LARGEST
+
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read(LARGEST + 1)
+        if not stat.S_ISREG(Path(name).stat().st_mode):  # a device may never end, a pipe never begin
+            raise BadInput(f"{printable(name)} is no file", "", "name a file, or - for standard input")
+        with Path(name).open("rb") as file:
+            return file.read(LARGEST + 1)
+    except OSError as error:
+        raise MissingInput(f"cannot read {printable(name)}", error.strerror or str(error)) from error
 
 
 def _sessions() -> Sessions:
