@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from longchat_cli.errors import UsageError
+from longchat_cli.errors import BadConfig, UsageError
 
 APP = "longchat"
 _UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -74,7 +74,10 @@ def format_bytes(count: int) -> str:
 
 def _directory(variable: str, kind: str) -> Path:
     if os.environ.get(variable):
-        return Path(os.environ[variable]).expanduser()
+        try:
+            return Path(os.environ[variable]).expanduser()
+        except RuntimeError as error:  # ~ of nobody
+            raise BadConfig(f"{variable} is in no home directory", str(error), "name a full path") from error
     import platformdirs  # not for `--help`
 
     return Path(getattr(platformdirs, f"user_{kind}_path")(APP))

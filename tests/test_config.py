@@ -20,6 +20,7 @@ from longchat_cli import settings
 from longchat_cli.attention import METHODS
 from longchat_cli.cli import cli
 from longchat_cli.commands import configured
+from longchat_cli.config import data_dir
 from longchat_cli.errors import BadConfig
 
 Run = Callable[..., Result]
@@ -308,3 +309,9 @@ def test_names_of_methods_commands_and_options_do_not_collide() -> None:
     for _, command in configured.commands(cli):
         options = configured.options_of(command)
         assert "method" not in options or not set(METHODS) & set(options)
+
+
+def test_a_directory_in_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGCHAT_DATA_DIR", "~no-such-user/x")
+    with pytest.raises(BadConfig, match="LONGCHAT_DATA_DIR"):
+        data_dir()
