@@ -26,6 +26,8 @@ def failures(path: Path, what: str, do: str) -> Iterator[Any]:
         raise StorageError(f"{what} {path} cannot be used", str(error)) from error
     except sqlite3.DatabaseError as error:
         raise BadInput(f"{what} {path} is damaged", str(error), do) from error
+    except UnicodeEncodeError as error:  # what is to be written is at fault, not the file
+        raise StorageError(f"{what} {path} cannot hold this", str(error)) from error
     except OSError as error:
         raise StorageError(f"{what} {path} cannot be used", error.strerror or str(error)) from error
 
@@ -53,7 +55,7 @@ def prepare(database: Any, path: Path, version: int, tables: Sequence[str]) -> N
 def _version(database: Any, path: Path, version: int) -> int:
     (found,) = database.execute("PRAGMA user_version").fetchone()
     if found > version:
-        raise BadInput(f"{path} is of a newer longchat")
+        raise BadInput(f"{path} is of a newer longchat", "", "update longchat, or move the file away")
     return int(found)
 
 
