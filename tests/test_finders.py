@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from longchat_cli.cli import cli
-from longchat_cli.errors import LongchatError, UsageError
+from longchat_cli.errors import BadInput, LongchatError, UsageError
 from longchat_cli.evaluation import finders
 from longchat_cli.evaluation.book import book
 from longchat_cli.evaluation.cases import Setting
@@ -219,6 +219,10 @@ def test_a_book_task_needs_a_book_and_says_what_failed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a book"):
         book(1, 0, (), (), lambda done, total: None)
     path = tmp_path / "book.txt"
+    for content in (b"", bytes(range(256)) * 9):
+        path.write_bytes(content)
+        with pytest.raises(BadInput):
+            book(1, 0, (path,), (), lambda done, total: None)
     path.write_text(prose(2_000, random.Random(0)))
     with pytest.raises(LongchatError, match="ingest failed with exit code 2"):
         book(1, 0, (path,), ("--no-such-option",), lambda done, total: None)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from longchat_cli.config import cache_dir
-from longchat_cli.errors import LongchatError, UsageError
+from longchat_cli.errors import BadInput, LongchatError, UsageError
 from longchat_cli.evaluation.facts import worded
-from longchat_cli.evaluation.haystack import load_text, plant
+from longchat_cli.evaluation.haystack import load_text, plant, sentence_ends
 from longchat_cli.evaluation.score import contains, interval
 
 ANSWER_TOKENS = 32
@@ -43,11 +43,14 @@ def book(n: int, seed: int, data: Sequence[Path], options: Sequence[str], progre
     What is kept of the book is kept in a directory that begins empty. A total: questions right, the passage
     `found`, those that `reused` the whole reading; what reading took, what a question takes (median), how
     often that goes into the first one's time (reading and answering), the first token's time from when the
-    model is loaded (median and most). Raises UsageError without a book, and as the processes do.
+    model is loaded (median and most). Raises UsageError without a book,
+    BadInput for one without sentences, and as the processes do.
     """
     text = load_text(data)
     if text is None:
         raise UsageError("this task needs a book", "", "name one with --data")
+    if not sentence_ends(text):  # an only fact would be all there is to find
+        raise BadInput("the book has no two sentences to put a fact between", "", "name another with --data")
     rng = random.Random(f"{seed}/book")
     facts = worded(n, rng)
     text, depths = plant(text, [fact for fact, _, _ in facts], rng)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from longchat_cli.documents.encoding import decode
+from longchat_cli.documents.encoding import Undecodable, decode
 from longchat_cli.errors import BadInput, MissingInput, UsageError
 
 Count = Callable[[str], int]
@@ -73,9 +73,16 @@ def plant(text: str, sentences: Sequence[str], rng: random.Random) -> tuple[str,
 
 
 def load_text(paths: Sequence[Path]) -> str | None:
-    """The first text file among `paths` (folders are searched), without Gutenberg's licence; None without."""
+    """The first text file among `paths` (folders are searched), without Gutenberg's licence; None without.
+
+    Raises BadInput for one that holds no text.
+    """
     for file in _files(paths, (".txt",)):
-        return strip_gutenberg(decode(file.read_bytes()).text.replace("\r\n", "\n"))
+        try:
+            text = decode(file.read_bytes()).text
+        except Undecodable as error:
+            raise BadInput(f"{file} is no text", str(error)) from error
+        return strip_gutenberg(text.replace("\r\n", "\n"))
     return None
 
 
