@@ -33,7 +33,9 @@ class Sampling:
         _require(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
         _require(self.top_k >= 0, "--top-k", self.top_k, "at least 0")
         _require(0 <= self.min_p < 1, "--min-p", self.min_p, "from 0 to below 1")
-        _require(self.repetition_penalty > 0, "--repetition-penalty", self.repetition_penalty, "above 0")
+        # Beyond these, logits leave float32.
+        penalty = self.repetition_penalty
+        _require(0.01 <= penalty <= 100, "--repetition-penalty", penalty, "from 0.01 to 100")
         _require(self.seed is None or 0 <= self.seed < 1 << 64, "--seed", self.seed, "from 0 to 2^64 - 1")
         _require(self.max_tokens > 0, "--max-tokens", self.max_tokens, "at least 1")
 
