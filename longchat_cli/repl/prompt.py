@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,9 +18,11 @@ from longchat_cli.terminal import echo, is_tty
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.buffer import Buffer
     from prompt_toolkit.history import History
 
 PROMPT = "> "
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _REMEMBERED = 1 << 16
 """Characters of an input that the history file keeps; a pasted book is not typed again."""
 
@@ -54,20 +57,23 @@ class Prompt:
         shown.write(PROMPT)
         shown.flush()
         with echo(self.source, True):
-            line = self.source.readline()
+            line = self.source.buffer.readline()
         if not line:
             raise EOFError
-        return line.rstrip("\n")
+        return line.decode("utf-8", "replace").rstrip("\n")
 
     def edit(self, text: str) -> str:
         """`text` as $VISUAL or $EDITOR leaves it. Raises UsageError when that fails."""
         import click
 
+        for name in ("VISUAL", "EDITOR"):
+            if not os.environ.get(name, "x").strip():  # click would run the file itself
+                del os.environ[name]
         try:
             with echo(self.source, True):
                 changed = click.edit(text, extension=".md")
-        except click.ClickException as error:
-            raise UsageError("the editor failed", error.format_message(), "set $VISUAL or $EDITOR") from error
+        except (click.ClickException, OSError, ValueError) as error:  # the file is gone, or no UTF-8
+            raise UsageError("the editor failed", str(error), "set $VISUAL or $EDITOR") from error
         return text if changed is None else changed.rstrip("\n")
 
 
@@ -83,7 +89,7 @@ def _session(source: TextIO, choices: Choices, multiline: Callable[[], bool]) ->
     # A prompt on stdout that goes to a file would end up in it.
     output = None if is_tty(sys.stdout) else create_output(always_prefer_tty=True)
     reading = None if source is sys.stdin else create_input(source)
-    return PromptSession(
+    session: PromptSession[str] = PromptSession(
         history=_history(),
         key_bindings=_bindings(several),
         multiline=several,
@@ -96,6 +102,14 @@ def _session(source: TextIO, choices: Choices, multiline: Callable[[], bool]) ->
         input=reading,
         output=output,
     )
+    session.default_buffer.on_text_insert += _replace_surrogates
+    return session
+
+
+def _replace_surrogates(buffer: Buffer) -> None:
+    """Bytes that are no UTF-8: prompt-toolkit makes surrogates of them, which nothing could encode."""
+    if _SURROGATES.search(buffer.text):
+        buffer.text = _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", buffer.text)
 
 
 def _bindings(several: Any) -> Any:
@@ -168,7 +182,8 @@ def _history() -> History:
     class Bounded(FileHistory):
         def store_string(self, string: str) -> None:
             if len(string) <= _REMEMBERED:
-                super().store_string(string)
+                with contextlib.suppress(OSError):  # a full disk must not forbid talking
+                    super().store_string(string)
 
     try:
         path = config.private(config.state_dir()) / "chat_history"
