@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from conftest import write_tiny_tokenizer
 from screen import Screen
 
+from longchat_cli.repl.prompt import Prompt
 from longchat_cli.sessions import Sessions
 
 FAKES = Path(__file__).with_name("fakes.py")
@@ -73,9 +75,12 @@ DIALOGUE = [
     ("/set temprature 1", "error: there is no setting temprature; did you mean temperature?"),
     ("/set top-p much", "error: top-p is a number, not much"),
     ("/set top-p 3", "error: --top-p is 3.0: it must be above 0 and at most 1"),
+    ("/set repetition-penalty 1e-320", "it must be from 0.01 to 100"),
+    ("/set repetition-penalty inf", "it must be from 0.01 to 100"),
     ("/set keys vim", "error: keys is emacs or vi, not vim"),
     ("/method", "sink: "),
     ("/model", "fake: window 2,048, float32 on cpu"),
+    ("/method :", "error: which method?; choose from "),
     ("/system", "no system prompt; /system TEXT sets one"),
     ("/system Be brief.", "tokens read anew"),
     ("/system", "> /system\nBe brief.\n>"),
@@ -85,6 +90,7 @@ DIALOGUE = [
     ("/file note.txt", "note.txt: 16 tokens go with your next words"),
     ("/file off", "nothing goes with your next words"),
     ("/set think 12", "think              12\n>"),
+    ("/set think 0", "think              0\n>"),
     ("/set think some", "error: 'some' is not a size"),
     ("/copy code", "error: there is no code in the last answer"),
     ("/save The river", "chat 1: The river; `longchat chat --resume 1`"),
@@ -94,6 +100,9 @@ DIALOGUE = [
     ("/export talk.md", "2 turns written to talk.md"),
     ("/export talk.json", "2 turns written to talk.json"),
     ("/export no/such/folder.md", "error: cannot create no/such/folder.md: No such file or directory"),
+    ("/export loop", "error: cannot create loop: Too many levels of symbolic links"),
+    (f"/export {'x' * 300}", "File name too long"),
+    ("/export /dev/full", "error: cannot write /dev/full: No space left on device"),
     ("/branch 1", "chat 2: a copy of chat 1 up to turn 1"),
     ("/sessions", "     1  20"),
     ("/sessions", "     2* 20"),
@@ -103,6 +112,7 @@ DIALOGUE = [
     ("/load 1", "turn 2: and now?\nYou said: and now?"),
     ("/new", "> /new\na new conversation\n>"),
     ("/undo", "error: there is nothing to take back"),
+    ("/edit", "error: there is no turn: nothing was said yet"),
     ("/copy", "error: there is no answer to copy"),
 ]
 """What is typed, and what stands on the screen afterwards."""
@@ -110,6 +120,7 @@ DIALOGUE = [
 
 def test_commands(start: Start, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("The mill has seven sails.\n")
+    (tmp_path / "loop").symlink_to("loop")
     screen = start("chat")
     assert "fake, sink. /help lists commands, Ctrl-D leaves." in screen.prompt()
     for typed, shown in DIALOGUE:
@@ -276,6 +287,66 @@ def test_dumb_terminal(start: Start) -> None:
     assert b"\x1b[" not in screen.raw
     screen.write("\x04")
     assert (screen.ended(), screen.restored()) == (0, True)
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_bytes_that_are_no_utf8_are_kept_as_replaced(start: Start, term: str) -> None:
+    screen = start("chat", TERM=term)
+    screen.until("\n>")
+    screen.child.send(b"hi \xff there\r")
+    screen.until("You said: hi \N{REPLACEMENT CHARACTER} there\n>")
+    assert "damaged" not in screen.text()
+    assert "warning" not in screen.text()
+    assert Sessions().load(1).turns[0].text == "hi \N{REPLACEMENT CHARACTER} there"
+
+
+@pytest.mark.parametrize(
+    ("editor", "shown"),
+    [
+        ('"unbalanced', "error: the editor failed: No closing quotation"),
+        ("rm -f", "error: the editor failed: [Errno 2]"),
+        ("{}/latin1", "error: the editor failed: 'utf-8' codec"),
+    ],
+)
+def test_editors_that_fail(start: Start, tmp_path: Path, editor: str, shown: str) -> None:
+    script = tmp_path / "latin1"
+    script.write_text("#!/bin/sh\nprintf '\\351' > $1\n")
+    script.chmod(0o755)
+    screen = start("chat", EDITOR=editor.format(tmp_path))
+    screen.prompt()
+    screen.say("hello")
+    assert shown in screen.say("/edit 1")
+    assert "You said: bye" in screen.say("bye")
+
+
+def test_a_blank_editor_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    editor = tmp_path / "vi"
+    editor.write_text("#!/bin/sh\nPATH=/usr/bin:/bin sed -i s/a/b/ $1\n")
+    editor.chmod(0o755)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("VISUAL", " ")
+    monkeypatch.setenv("EDITOR", "   ")
+    assert Prompt(io.StringIO(), lambda name: []).edit("a") == "b"
+
+
+@pytest.mark.parametrize("command", ["pin", "load", "edit", "branch"])
+def test_endless_numbers(start: Start, command: str) -> None:
+    screen = start("chat")
+    screen.prompt()
+    screen.say("hello")
+    screen.write(f"\x1b[200~/{command} {'9' * 5000}\x1b[201~\r")
+    assert "longchat: error: " in screen.prompt()
+    assert "You said: bye" in screen.say("bye")
+
+
+def test_history_is_best_effort(start: Start, tmp_path: Path) -> None:
+    screen = start("chat", "--no-save")
+    screen.prompt()
+    shutil.rmtree(tmp_path / "state")
+    assert "You said: hello\n>" in screen.say("hello")
+    assert "You said: bye\n>" in screen.say("bye")
+    assert "Press ENTER" not in screen.text()
 
 
 def test_document_from_stdin_and_keyboard_from_the_terminal(start: Start) -> None:

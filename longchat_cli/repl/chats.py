@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longchat_cli.documents.names import printable
-from longchat_cli.errors import UsageError
+from longchat_cli.errors import CannotCreate, UsageError
 from longchat_cli.exchange import as_json, as_markdown
 from longchat_cli.sessions import Session, Sessions, title_of
 from longchat_cli.terminal import open_output
@@ -69,8 +69,12 @@ def export(repl: Repl, argument: str) -> None:
     named = repl.conversation.session.title if repl.conversation.session else ""
     chat = replace(chat, about=replace(chat.about, title=named or title_of(chat.turns)))
     structured = path.endswith(".json")
-    with open_output(path) as file:
-        file.write(json.dumps(as_json(chat), indent=2) + "\n" if structured else as_markdown(chat))
+    try:
+        with open_output(path) as file:
+            file.write(json.dumps(as_json(chat), indent=2) + "\n" if structured else as_markdown(chat))
+    except (OSError, ValueError) as error:  # a full device, a NUL in the name
+        why = getattr(error, "strerror", None) or str(error)
+        raise CannotCreate(f"cannot write {brief(printable(path))}", why) from error
     repl.console.notice(f"{len(chat.turns) // 2:,} turns written to {printable(path)}")
 
 

@@ -184,9 +184,12 @@ def _method(repl: Repl, argument: str) -> None:
         own = ", ".join(f"{name}={value}" for name, value in info.options.items())
         repl.console.say(f"{info.method}: {own}" if own else info.method)
         return
+    words = argument.replace(":", " ", 1).replace(",", " ").split()
+    if not words:
+        raise UsageError("which method?", "", f"choose from {', '.join(METHODS)}")
     from longchat_cli.evaluation.measure import named
 
-    name, *given = argument.replace(":", " ", 1).replace(",", " ").split()
+    name, *given = words
     method, options = named(f"{name}:{','.join(given)}" if given else name)
     _rebuild(repl, method=method, options=options)
 

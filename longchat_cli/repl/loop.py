@@ -202,10 +202,10 @@ class Repl:
         last = self.conversation.exchanges
         if not text.isdecimal() and text:
             raise UsageError(f"{printable(text)} is no turn's number", "", "/tokens lists them")
-        number = int(text) if text else last
+        number = int(text) if 0 < len(text) < 20 else 0 if text else last  # int() refuses 4,301 digits
         if not 1 <= number <= last:
             why = f"they are 1 to {last:,}" if last else "nothing was said yet"
-            raise UsageError(f"there is no turn {number or text}".removesuffix(" 0"), why)
+            raise UsageError(f"there is no turn {brief(text, 20)}".rstrip(), why)
         return number
 
     def pressed(self, notice: str) -> None:

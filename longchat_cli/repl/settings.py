@@ -46,7 +46,8 @@ def get(repl: Repl, name: str) -> Any:
             return "on" if repl.styled else "off"
         case "think":
             conversation = repl.conversation
-            return conversation.think or ("show" if conversation.shows_thoughts else "hide")
+            shown = "show" if conversation.shows_thoughts else "hide"
+            return shown if conversation.think is None else conversation.think
     value = getattr(repl.sampling, name.replace("-", "_"))
     return "off" if value is None else value
 
