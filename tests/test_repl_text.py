@@ -6,17 +6,19 @@ import base64
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longchat_cli.chat import Context
-from longchat_cli.errors import UsageError
+from longchat_cli.errors import StorageError, UsageError
 from longchat_cli.repl import clipboard
 from longchat_cli.repl.bar import Part, bar, gauge, legend, shares
 from longchat_cli.repl.commands import context_parts
 from longchat_cli.repl.markdown import Markdown
+from longchat_cli.sessions import Sessions
 from longchat_cli.terminal import coloured
 
 COLOURS = re.compile("\x1b\\[[0-9;]*m")
@@ -193,3 +195,9 @@ def test_thoughts_are_dim_and_apart(monkeypatch: pytest.MonkeyPatch, styled: boo
     printer.end()
     assert COLOURS.sub("", screen.getvalue()) == "Hm. So.\n**Yes**\n"
     assert screen.getvalue().startswith("\x1b[2mHm. So.\n\x1b[0m") == styled
+
+
+def test_text_that_cannot_be_kept_is_no_damage(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path / "sessions.db")
+    with pytest.raises(StorageError, match="cannot hold this"), sessions.writing() as database:
+        database.execute("SELECT ?", ("\udcff",))
