@@ -11,6 +11,8 @@ from typing import Any
 from longchat_cli.config import private
 from longchat_cli.errors import BadInput, StorageError
 
+_ROOM = "free some space"
+
 
 @contextlib.contextmanager
 def failures(path: Path, what: str, do: str) -> Iterator[Any]:
@@ -23,6 +25,8 @@ def failures(path: Path, what: str, do: str) -> Iterator[Any]:
     try:
         yield sqlite3
     except sqlite3.OperationalError as error:
+        if "disk is full" in str(error):
+            raise StorageError(f"{what} {path} cannot be written", "the disk is full", _ROOM) from error
         raise StorageError(f"{what} {path} cannot be used", str(error)) from error
     except sqlite3.DatabaseError as error:
         raise BadInput(f"{what} {path} is damaged", str(error), do) from error

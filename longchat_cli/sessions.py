@@ -201,7 +201,7 @@ class Sessions:
     def search(self, words: Sequence[str], count: int) -> list[Hit]:
         """The best turns with all of the words, or words that begin like them."""
         terms = matching(words)
-        if not terms or not self.path.exists():
+        if not terms or not self._begun():
             return []
         with self._open() as database:
             rows = database.execute(
@@ -252,19 +252,29 @@ class Sessions:
         """A connection to the file, which is made when there is none."""
         with _failures(self.path) as sqlite:
             create(self.path)
-            # Whoever asks and whoever answers may be different threads, but they take turns.
-            database = sqlite.connect(self.path, PATIENCE, check_same_thread=False)
             try:
-                database.execute("PRAGMA secure_delete = ON")
-                database.execute("PRAGMA journal_mode = WAL")
-                prepare(database, self.path, VERSION, _TABLES)
-            except BaseException:
-                database.close()
-                raise
+                return self._connect(sqlite, "NORMAL")
+            except sqlite.OperationalError as error:
+                if "I/O" not in str(error):
+                    raise
+                # A full disk has no room for what processes share; for one alone it is in memory.
+                return self._connect(sqlite, "EXCLUSIVE")
+
+    def _connect(self, sqlite: Any, locking: str) -> sqlite3.Connection:
+        # Whoever asks and whoever answers may be different threads, but they take turns.
+        database: sqlite3.Connection = sqlite.connect(self.path, PATIENCE, check_same_thread=False)
+        try:
+            database.execute(f"PRAGMA locking_mode = {locking}")
+            database.execute("PRAGMA secure_delete = ON")
+            database.execute("PRAGMA journal_mode = WAL")
+            prepare(database, self.path, VERSION, _TABLES)
+        except BaseException:
+            database.close()
+            raise
         return database
 
     def _abouts(self, clause: str, value: int) -> list[About]:
-        if not self.path.exists():
+        if not self._begun():
             return []
         with self._open() as database:
             rows = database.execute(
@@ -274,6 +284,15 @@ class Sessions:
                 (value,),
             ).fetchall()
             return [_about(*row) for row in rows]
+
+    def _begun(self) -> bool:
+        """Whether there is a file. Raises StorageError where there can be none."""
+        with _failures(self.path):
+            try:
+                self.path.stat()
+            except FileNotFoundError:
+                return False
+        return True
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

@@ -310,6 +310,26 @@ def test_a_full_disk(sessions: Sessions) -> None:
     assert len(sessions.load(2).turns[3].text) == 500_000
 
 
+def test_a_full_disk_is_read(sessions: Sessions) -> None:
+    """Nothing can grow, not even what processes share."""
+    sessions.add(chat("a", "b"))
+    code = (
+        "import resource, signal, sys\nfrom pathlib import Path\nfrom longchat_cli.sessions import Sessions\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
+        "sys.exit(Sessions(Path(sys.argv[1])).load(1).turns[1].text != 'b')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(sessions.path)], check=True, timeout=100)
+
+
+def test_what_is_no_place_of_chats_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for place in (tmp_path / "file" / "sessions.db", tmp_path / "loop"):
+        with pytest.raises(StorageError):
+            Sessions(place).ls()
+
+
 def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").mkdir()
