@@ -48,7 +48,10 @@ def take(repl: Repl, text: str) -> None:
     """
     if text.startswith("/") and not text.startswith("//"):
         name, argument = [*text[1:].split(maxsplit=1), "", ""][:2]
-        _find(name).run(repl, argument.strip())
+        command, argument = _find(name), argument.strip()
+        if argument and not command.takes:
+            raise UsageError(f"/{name} takes nothing behind it", f"this is {printable(argument)}")
+        command.run(repl, argument)
     elif text.strip():
         repl.send(text.removeprefix("/") if text.startswith("//") else text)
 
