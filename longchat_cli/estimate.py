@@ -34,6 +34,8 @@ SAMPLE = 2048
 """Tokens that are read to measure the speed, and ..."""
 CALL = 512
 """... the rows of each call."""
+LAST = 1024
+"""Rows that the last call has at most."""
 SENTENCES = 64
 """Sentences that are encoded to measure it."""
 TIPS = 16 * PAGE
@@ -104,7 +106,7 @@ def reading(
     plain = kv_bytes(config, PAGE) / PAGE
     weight = SHARE[kind] * plain
     # Where not everything stays as it is, the rows of the last call are still there, and exact.
-    last = plain * CALL if fixed or weight < plain else 0.0
+    last = plain * LAST if fixed or weight < plain else 0.0
     tips = (weight * fixed + last) * (tokens // TIPS + 3)
     form = " ".join([name, *(f"--{key.replace('_', '-')} {value}" for key, value in options.items())])
     far = tokens > window and not method_class(name).unlimited

@@ -353,7 +353,7 @@ def test_a_library_that_cannot_be_used_says_why(folder: Path, monkeypatch: pytes
 def test_a_library_that_is_cut_short_is_not_loaded(folder: Path) -> None:
     whole = Path(native.loaded()._name).read_bytes()
     file = folder / f"_native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    for length in (8, 50, 100, 5000, len(whole) // 2, len(whole) * 9 // 10):
+    for length in (8, 50, 100, 5000, 100_000):  # symbols for debuggers, at the end, are not missed
         file.write_bytes(whole[:length])
         assert re.match(rf"{file.name} (is cut short|cannot be loaded)", native.load.__wrapped__()), length
 

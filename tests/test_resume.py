@@ -270,8 +270,14 @@ class Killed:
     """`longchat chat` over a pipe that never ends, killed at some moment; what it had printed, and when."""
 
     def __init__(self, command: list[str], lines: list[str], environment: dict[str, str]) -> None:
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env=environment,
+            cwd=Path(environment["LONGCHAT_DATA_DIR"]).parent,  # not where sources without a library may be
         )
         self.printed: list[tuple[float, bytes]] = []
         self._lines = lines
