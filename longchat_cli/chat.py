@@ -13,7 +13,7 @@ from typing import Any
 from longchat_cli import attention
 from longchat_cli.ask import Open, compose, messages, opening
 from longchat_cli.documents import Document
-from longchat_cli.engine import Coverage, Engine, Piece, Progress
+from longchat_cli.engine import Coverage, Engine, Piece, Progress, behind
 from longchat_cli.errors import ContextOverflow, LongchatError, UsageError
 from longchat_cli.memory import NOTHING, Memory, Recalled, local_encoder
 from longchat_cli.models import catalog
@@ -548,11 +548,6 @@ def lasting(model: str) -> str:
     except LongchatError:
         return model
     return str(found) if isinstance(found, Path) else model
-
-
-def behind(progress: Progress | None, begin: int, total: int) -> Progress | None:
-    """Progress of a part that begins at `begin` of `total` tokens."""
-    return (lambda done, _: progress(begin + done, total)) if progress else None
 
 
 def open_conversation(

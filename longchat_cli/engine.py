@@ -20,6 +20,11 @@ Progress = Callable[[int, int], None]
 """Called with (tokens done, tokens in all)."""
 
 
+def behind(progress: Progress | None, begin: int, total: int) -> Progress | None:
+    """Progress of a part that begins at `begin` of `total` tokens."""
+    return (lambda done, _: progress(begin + done, total)) if progress else None
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """What an engine is: `window` is the trained context length in tokens, `options` are the method's."""

@@ -20,7 +20,7 @@ from longchat_cli import state
 from longchat_cli.attention import method_class
 from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.constrain import Constraint
-from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress
+from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress, behind
 from longchat_cli.errors import ContextOverflow
 from longchat_cli.kernels import native
 from longchat_cli.models import lookup
@@ -167,7 +167,7 @@ class LocalEngine:
                     before = self.cache.snapshot()
                     if at >= prefix.text:
                         self.begin_turn(ids[begin : ends[at + 1]])
-                    done = self.prefill(ids[begin : ends[at + 1]], _behind(progress, begin, len(ids)), cancel)
+                    done = self.prefill(ids[begin : ends[at + 1]], behind(progress, begin, len(ids)), cancel)
                     if begin + done < ends[at + 1]:
                         return begin + done, reused
                     prefix.keep(self.cache, before, at)
@@ -294,8 +294,12 @@ class LocalEngine:
 
     def _identity(self) -> dict[str, Any]:
         info = self._info
-        options = asdict(self.method)
-        return {"model": info.fingerprint, "method": info.method, "options": options, "dtype": info.dtype}
+        return {
+            "model": info.fingerprint,
+            "method": info.method,
+            "options": info.options,
+            "dtype": info.dtype,
+        }
 
     def feed(self, ids: Sequence[int], decoding: bool) -> None:
         """One forward, as a prompt or as decoding; whatever interrupts it leaves the state as it was."""
@@ -313,11 +317,6 @@ class LocalEngine:
         except BaseException:
             self.cache.restore(mark)
             raise
-
-
-def _behind(progress: Progress | None, begin: int, total: int) -> Progress | None:
-    """Progress of a part that begins at `begin` of `total` tokens."""
-    return (lambda done, _: progress(begin + done, total)) if progress else None
 
 
 def choose(

@@ -149,6 +149,22 @@ def write_tiny_model(directory: Path, arch: str, **options: Any) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny tokenizer."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir: Path) -> Any:
+    """The tiny tokenizer."""
+    from longchat_cli.tokens import Tokenizer
+
+    return Tokenizer.from_dir(tokenizer_dir)
+
+
 def write_tiny_tokenizer(directory: Path) -> None:
     """A byte-level BPE tokenizer with ChatML, trained on a few lines; ids stay below VOCABULARY."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

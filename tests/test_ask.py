@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import write_tiny_tokenizer
 from fakes import FakeEngine, Opener
 
 from longchat_cli.ask import DIRECT, Answer, Request, ask, quote, split_arguments
@@ -45,13 +44,6 @@ class FixedFinder:
     def find(self, question: str, budget: int) -> Sequence[Spot]:
         self.budgets.append(budget)
         return [self.spot]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return Tokenizer.from_dir(directory)
 
 
 @dataclass

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import write_tiny_tokenizer
 from fakes import FakeEngine, Opener
 
 from longchat_cli.chat import Conversation, open_conversation, pin
@@ -18,13 +17,6 @@ from longchat_cli.tokens import Tokenizer
 
 SAMPLING = Sampling(max_tokens=64)
 NOTE = Document("note.txt", "The mill has seven sails.\n")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return Tokenizer.from_dir(directory)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from typing import Any
 
 import click
 import pytest
-from conftest import write_tiny_tokenizer
 from fakes import FakeEngine, Opener, install
 
 from longchat_cli import errors
@@ -45,13 +44,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return directory
 
 
 @pytest.fixture

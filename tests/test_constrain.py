@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from conftest import write_tiny_tokenizer
 
 from longchat_cli.cli import cli
 from longchat_cli.constrain import MAX_BYTES, Constraint, read_schema
@@ -49,13 +48,6 @@ SCHEMAS: list[Any] = [
         "type": "object", "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/node"}},
         "required": ["v"], "additionalProperties": False}}},
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return Tokenizer.from_dir(directory)
 
 
 def written(tmp_path: Path, schema: Any) -> str:

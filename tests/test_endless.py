@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write_tiny_tokenizer
 from fakes import FakeEngine
 
 from longchat_cli.chat import Conversation
@@ -21,13 +20,6 @@ from longchat_cli.evaluation.journal import Journal
 from longchat_cli.prompt import Prompt
 from longchat_cli.sampling import Sampling
 from longchat_cli.tokens import Tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return Tokenizer.from_dir(directory)
 
 
 class Reader(FakeEngine):

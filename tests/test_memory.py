@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_tiny_tokenizer
 from fakes import FakeEngine
 
 from longchat_cli.attention import method_class
@@ -27,13 +26,6 @@ from longchat_cli.tokens import Tokenizer
 
 SAMPLING = Sampling(max_tokens=64)
 OPTIONS = {"find": "lexical", "passages": 0, "sinks": 40, "window": 300}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return Tokenizer.from_dir(directory)
 
 
 class Words:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import write_tiny_tokenizer
 from screen import Screen
 
 from longchat_cli.repl.prompt import Prompt
@@ -27,13 +26,6 @@ MOMENTS = {"prefill": "word " * 200, "decode": "a story about the river"}
 """What is typed so that a signal a moment later meets the reading of a turn, or the answer."""
 
 Start = Callable[..., Screen]
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return directory
 
 
 @pytest.fixture

@@ -429,13 +429,6 @@ def test_an_imported_file_decides_no_more_than_what_was_said() -> None:
 # Conversations, over an engine without a model.
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return Tokenizer.from_dir(directory)
-
-
 @pytest.fixture
 def talk(tokenizer: Tokenizer, session: Session) -> Conversation:
     conversation = Conversation(FakeEngine(tokenizer), "Be brief.", session=session)

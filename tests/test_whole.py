@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import write_tiny_tokenizer
 from fakes import FakeEngine, Opener
 
 from longchat_cli import whole
@@ -148,13 +147,6 @@ def test_notes_count_in_the_budget_of_what_is_kept(tmp_path: Path) -> None:
     unkept = Notes(None, "model")
     unkept.add("part one", "a note")
     assert unkept.get("part one") == "a note"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(directory)
-    return Tokenizer.from_dir(directory)
 
 
 class Run:
