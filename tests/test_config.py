@@ -21,7 +21,7 @@ from longchat_cli.attention import METHODS
 from longchat_cli.cli import cli
 from longchat_cli.commands import configured
 from longchat_cli.config import data_dir
-from longchat_cli.errors import BadConfig
+from longchat_cli.errors import BadConfig, UsageError
 
 Run = Callable[..., Result]
 
@@ -259,12 +259,38 @@ def test_show_all_has_every_option_of_every_command(user: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("ask.metod", "x"), ("nonsense.model", "x"), ("ask", "x"), ("ask.method", "snik"), ("x.y.z", "1")],
+    [
+        ("ask.metod", "x"),
+        ("nonsense.model", "x"),
+        ("ask", "x"),
+        ("ask.method", "snik"),
+        ("ask.model", "nosuch"),
+        ("model", "no/such/model.gguf"),
+        ("x.y.z", "1"),
+    ],
 )
 def test_set_refuses_what_it_does_not_know(user: Path, words: tuple[str, str]) -> None:
     done = run("config", "set", *words)
     assert done.exit_code != 0
     assert not user.exists()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "here.gguf"])
+def test_set_takes_models_that_there_are(user: Path, project: Path, name: str) -> None:
+    Path("here.gguf").touch()
+    assert run("config", "set", "model", name).exit_code == 0
+    assert settings.user_file().table == {"model": name}
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("window", "sink.window"), ("ask.passages", "ask.recall.passages"), ("eval.sinks", "eval.sink.sinks")],
+)
+def test_options_of_methods_are_pointed_at(user: Path, key: str, meant: str) -> None:
+    error = run("config", "get", key).exception
+    assert isinstance(error, UsageError)
+    assert error.do == f"it is an option of methods: {meant}"
+    assert run("config", "get", meant).exit_code == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="drops from root to nobody")

@@ -108,6 +108,10 @@ def set_(key: str, values: tuple[str, ...], project: bool) -> None:
     if project and not all(configured.for_projects(option, value) for option in options):
         raise UsageError(f"{key} cannot be set so for a project", "", "set it in the user file")
     configured.convert(options[0], Value(value, "config set"))
+    if configured.key_of(options[0]) == "model":
+        from longchat_cli.models import catalog
+
+        catalog.resolve(str(value))  # what would not be found when it is wanted is not written
     file.put([*path, *names], value)
     current_console().notice(f"{key} = {_toml(value)} in {file.path}")
 
@@ -173,8 +177,19 @@ def _target(key: str) -> tuple[configured.Path, list[click.Option], list[str]]:
     if not found:
         everything = {name for options in known for name in options}
         hint = configured.meant(names[-1], everything) if names else "name one of its options"
+        if len(names) == 1 and "method" in everything:
+            hint = _of_method(tuple(path), names[0], takers) or hint
         raise UsageError(f"there is no setting {key}", "", hint or "`longchat config show --all` lists them")
     return tuple(path), found, names
+
+
+def _of_method(path: configured.Path, name: str, takers: list[click.Command]) -> str:
+    """Where the method's option `name` is set: of the method that is the default, else of the first one."""
+    defaults = [param.default for taker in takers for param in taker.params if param.name == "method"]
+    for method in (*(default for default in defaults if default in METHODS), *METHODS):
+        if name in {configured.key_of(option) for option in method_options(method, "")}:
+            return f"it is an option of methods: {'.'.join((*path, method, name))}"
+    return ""
 
 
 def _written(loaded: Settings, path: configured.Path, names: list[str]) -> Value | None:
