@@ -419,6 +419,10 @@ def _put_documents(database: sqlite3.Connection, id: int, turn: int, documents: 
     database.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)", rows)
 
 
+OPENING = "the opening of chats"
+"""What pages are of that every chat with the same system prompt begins with."""
+
+
 def known_as(id: int) -> str:
     """What the pages of a chat's state are of."""
     return f"chat {id}"

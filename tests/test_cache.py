@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
-from longchat_cli import local
+from longchat_cli import local, state
 from longchat_cli.__main__ import main
 from longchat_cli.cli import cli
 from longchat_cli.errors import BadInput, MissingInput, UsageError
-from longchat_cli.pages import Store
+from longchat_cli.pages import Store, digest
 from longchat_cli.prose import prose
+from longchat_cli.sessions import OPENING, known_as
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,6 +250,24 @@ def test_the_cache_command(run: Run, book: Path, place: Path, tmp_path: Path) ->
         run("cache", "rm", str(book))
     with pytest.raises(UsageError):
         run("cache", "rm")
+
+
+def test_pages_of_chats_are_deleted_by_their_names(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGCHAT_DATA_DIR", str(tmp_path / "data"))
+    for name in (known_as(3), known_as(4), OPENING):
+        Store(about={"documents": [name], "model": "tiny", "method": "sink"}).put(
+            digest(name), state.writer({"x": torch.zeros(4)})
+        )
+    assert OPENING in run("cache", "ls").stdout
+    run("cache", "rm", "chat 3")
+    assert {row["documents"][0] for row in json.loads(run("cache", "ls", "--json").stdout)} == {
+        "chat 4",
+        OPENING,
+    }
+    run("sessions", "rm", "--all")
+    assert OPENING not in run("cache", "ls").stdout
 
 
 def test_a_small_cache_keeps_the_beginning(run: Run, book: Path, place: Path) -> None:

@@ -644,6 +644,9 @@ def test_looking_through(run: Run) -> None:
     assert "\\u009b" in run("sessions", "show", "1", "--json").stdout
     assert run("sessions", "show").stdout.startswith("another\n")
     assert len(run("sessions", "search", "sail").stdout.splitlines()) == 2
+    done = run("sessions", "search", "nobodysaidthis")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "no turn has all of these words\n")
+    assert json.loads(run("sessions", "search", "nobodysaidthis", "--json").stdout) == []
     assert run("sessions", "path").stdout == f"{stored().path}\n"
     run("sessions", "rm", "1")
     assert [about.id for about in stored().ls()] == [2]

@@ -67,7 +67,7 @@ def cache_rm(names: tuple[str, ...], everything: bool) -> None:
     if bool(names) == everything:
         raise UsageError("name documents, or --all", "", "`longchat cache ls` shows what is kept")
     store = _store()
-    wanted = set(map(known_as, names))
+    wanted = {*names, *map(known_as, names)}  # "chat 3" is no file
     readings = [r for r in store.readings() if everything or wanted & set(r.documents)]
     if not readings and not everything:
         raise MissingInput(f"nothing is kept of {', '.join(names)}", "", "`longchat cache ls` shows what is")

@@ -314,10 +314,11 @@ class _Bench:
     def _store(self, saved: bool, model: str, method: str) -> Store | None:
         """Where the state is kept; never of what is not to be kept itself."""
         from longchat_cli.pages import Store
+        from longchat_cli.sessions import OPENING
 
         if not saved or self.params["no_cache"]:
             return None
-        names = [known_as(name) for name in self.names] or ["chats"]
+        names = [known_as(name) for name in self.names] or [OPENING]
         about = {"documents": names, "model": model, "method": method}
         return Store(budget=self.params["cache_size"], console=self.console, about=about)
 

@@ -88,6 +88,8 @@ def search(words: tuple[str, ...], n: int, as_json: bool) -> None:
     for hit in hits:
         who = "you" if hit.role == "user" else "answer"
         click.echo(f"{hit.session:>6}  turn {hit.number:<5} {who:<6}  {_line(hit.snippet)}")
+    if not hits:
+        current_console().notice("no turn has all of these words")
 
 
 @sessions.command("rm")
@@ -96,7 +98,7 @@ def search(words: tuple[str, ...], n: int, as_json: bool) -> None:
 def rm(chats: tuple[str, ...], everything: bool) -> None:
     """Delete chats with their states; nothing of them stays in the file."""
     from longchat_cli.pages import Store
-    from longchat_cli.sessions import known_as
+    from longchat_cli.sessions import OPENING, known_as
 
     if everything == bool(chats):
         raise UsageError("name chats or --all", "", "`longchat sessions ls` shows them")
@@ -104,7 +106,7 @@ def rm(chats: tuple[str, ...], everything: bool) -> None:
     ids = [about.id for about in found.ls()] if everything else [found.find(name) for name in chats]
     if ids:
         found.remove(ids)
-    store, names = Store(), {known_as(id) for id in ids}
+    store, names = Store(), {known_as(id) for id in ids} | ({OPENING} if everything else set())
     for reading in store.readings():
         if names & set(reading.documents):
             for entry in reading.entries:
