@@ -37,7 +37,7 @@ class Sampling:
         penalty = self.repetition_penalty
         _require(0.01 <= penalty <= 100, "--repetition-penalty", penalty, "from 0.01 to 100")
         _require(self.seed is None or 0 <= self.seed < 1 << 64, "--seed", self.seed, "from 0 to 2^64 - 1")
-        _require(self.max_tokens > 0, "--max-tokens", self.max_tokens, "at least 1")
+        _require(0 < self.max_tokens <= 10**9, "--max-tokens", self.max_tokens, "from 1 to 1,000,000,000")
 
 
 def _require(holds: bool, option: str, value: object, wanted: str) -> None:

@@ -66,6 +66,7 @@ DIALOGUE = [
     ("/set temperature 0.7", "temperature        0.7\n>"),
     ("/set temprature 1", "error: there is no setting temprature; did you mean temperature?"),
     ("/set top-p much", "error: top-p is a number, not much"),
+    ("/set max-tokens 99999gi", "it must be from 1 to 1,000,000,000"),
     ("/set top-p 3", "error: --top-p is 3.0: it must be above 0 and at most 1"),
     ("/set repetition-penalty 1e-320", "it must be from 0.01 to 100"),
     ("/set repetition-penalty inf", "it must be from 0.01 to 100"),
@@ -77,6 +78,7 @@ DIALOGUE = [
     ("/system Be brief.", "tokens read anew"),
     ("/system", "> /system\nBe brief.\n>"),
     ("/pin 1", "error: sink cannot keep a turn; /method sink and /method recall can"),
+    ("/pin 1 off", "turn 1 is not pinned\n"),
     ("/pin two", "error: two is no turn's number; /tokens lists them"),
     ("/file nowhere.txt", "error: nowhere.txt does not exist"),
     ("/file note.txt", "note.txt: 16 tokens go with your next words"),
@@ -91,6 +93,15 @@ DIALOGUE = [
     ("/search nobodysaidthis", "no turn has all of these words"),
     ("/export talk.md", "2 turns written to talk.md"),
     ("/export talk.json", "2 turns written to talk.json"),
+    (
+        "/export talk.json",
+        "error: cannot write talk.json: it is there already; --force behind it writes over it",
+    ),
+    ("/export talk.json --force", "2 turns written to talk.json"),
+    (
+        "/export talk.pdf",
+        "error: .pdf is no format of chats: a chat is written as .md, .markdown, .txt, .json",
+    ),
     ("/export no/such/folder.md", "error: cannot create no/such/folder.md: No such file or directory"),
     ("/export loop", "error: cannot create loop: Too many levels of symbolic links"),
     (f"/export {'x' * 300}", "File name too long"),
@@ -308,6 +319,11 @@ def test_editors_that_fail(start: Start, tmp_path: Path, editor: str, shown: str
     screen.prompt()
     screen.say("hello")
     assert shown in screen.say("/edit 1")
+    screen.write("a river\x18\x05")  # Ctrl-X Ctrl-E
+    screen.until(lambda: screen.text().count(shown) == 2)
+    assert "Traceback" not in screen.text()
+    screen.write("side\r")
+    screen.until("You said: a riverside\n>")  # what was typed was there
     assert "You said: bye" in screen.say("bye")
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from longchat_cli.repl.loop import Repl
 
 _SHOWN = 20
+_FORCE = " --force"
+_WRITTEN = (".md", ".markdown", ".txt", ".json", "")
+"""Suffixes of files that chats are written to, all but JSON as Markdown."""
 
 
 def branch(repl: Repl, argument: str) -> None:
@@ -62,16 +65,27 @@ def load(repl: Repl, argument: str) -> None:
 
 
 def export(repl: Repl, argument: str) -> None:
-    """Write the chat to a file: JSON, or Markdown."""
-    if not argument:
+    """Write the chat to a file: JSON, or Markdown. One that is there is written over with --force alone."""
+    name = argument.removesuffix(_FORCE).strip()
+    if not name:
         raise UsageError("to which file?", "", "/export FILE.md, or FILE.json for `longchat sessions import`")
-    path, chat = os.path.expanduser(argument), repl.conversation.chat()  # noqa: PTH111
+    path, chat = os.path.expanduser(name), repl.conversation.chat()  # noqa: PTH111
+    suffix = os.path.splitext(path)[1]  # noqa: PTH122
+    if suffix not in _WRITTEN:
+        why = f"a chat is written as {', '.join(filter(None, _WRITTEN))}"
+        raise UsageError(f"{brief(printable(suffix))} is no format of chats", why)
+    if os.path.isfile(path) and not argument.endswith(_FORCE):  # noqa: PTH113
+        raise CannotCreate(
+            f"cannot write {brief(printable(name))}",
+            "it is there already",
+            f"{_FORCE.strip()} behind it writes over it",
+        )
     named = repl.conversation.session.title if repl.conversation.session else ""
     chat = replace(chat, about=replace(chat.about, title=named or title_of(chat.turns)))
-    structured = path.endswith(".json")
+    text = json.dumps(as_json(chat), indent=2) + "\n" if suffix == ".json" else as_markdown(chat)
     try:
         with open_output(path) as file:
-            file.write(json.dumps(as_json(chat), indent=2) + "\n" if structured else as_markdown(chat))
+            file.write(text)
     except (OSError, ValueError) as error:  # a full device, a NUL in the name
         why = getattr(error, "strerror", None) or str(error)
         raise CannotCreate(f"cannot write {brief(printable(path))}", why) from error

@@ -271,6 +271,9 @@ def _multiline(repl: Repl, argument: str) -> None:
 def _pin(repl: Repl, argument: str) -> None:
     number, on = repl.turn(argument.removesuffix("off").strip()), not argument.endswith("off")
     conversation = repl.conversation
+    if conversation.turns[2 * number - 2].pinned == on:
+        repl.console.notice(f"turn {number} is {'pinned already' if on else 'not pinned'}")
+        return
     if not conversation.pin(number, on):  # some of it is forgotten: it is read again
         store, conversation.store = conversation.store, None  # what is kept was made without the pin
         try:
@@ -335,7 +338,7 @@ COMMANDS: dict[str, Command] = {
     "branch": Command("[TURN]", "go on in a copy of the chat, from behind a turn", chats.branch),
     "save": Command("[TITLE]", "name the chat; every turn is kept as it is said", chats.save),
     "load": Command("CHAT", "go on with another chat", chats.load),
-    "export": Command("FILE", "write the chat to FILE.md or FILE.json", chats.export),
+    "export": Command("FILE [--force]", "write the chat to FILE.md or FILE.json", chats.export),
     "sessions": Command("", "list the chats that are kept", chats.sessions),
     "search": Command("WORDS", "find turns of any chat by their words", chats.search),
     "file": Command("[DOC...|off]", "what goes with your next words: files, folders, URLs", _file),

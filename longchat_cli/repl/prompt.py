@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
 PROMPT = "> "
+Edit = Callable[[str], str]
+"""Lets the user change a text. Raises UsageError."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _REMEMBERED = 1 << 16
 """Characters of an input that the history file keeps; a pasted book is not typed again."""
@@ -37,7 +39,7 @@ class Prompt:
         self.source = source
         self._multiline = False
         dumb = os.environ.get("TERM") == "dumb"
-        self._session = None if dumb else _session(source, choices, lambda: self._multiline)
+        self._session = None if dumb else _session(source, choices, lambda: self._multiline, self.edit)
 
     def ask(self, toolbar: str, keys: str, multiline: bool) -> str:
         """What was typed, with `toolbar` below and emacs or vi `keys`; Enter sends, or adds a line where
@@ -77,7 +79,9 @@ class Prompt:
         return text if changed is None else changed.rstrip("\n")
 
 
-def _session(source: TextIO, choices: Choices, multiline: Callable[[], bool]) -> PromptSession[str]:
+def _session(
+    source: TextIO, choices: Choices, multiline: Callable[[], bool], edit: Edit
+) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.application import get_app
     from prompt_toolkit.filters import Condition
@@ -91,14 +95,12 @@ def _session(source: TextIO, choices: Choices, multiline: Callable[[], bool]) ->
     reading = None if source is sys.stdin else create_input(source)
     session: PromptSession[str] = PromptSession(
         history=_history(),
-        key_bindings=_bindings(several),
+        key_bindings=_bindings(several, edit),
         multiline=several,
         prompt_continuation=lambda width, line, wraps: "  " if wraps else ". ",
         completer=completer(choices),
         complete_while_typing=command,
         reserve_space_for_menu=6,
-        enable_open_in_editor=True,
-        tempfile_suffix=".md",
         input=reading,
         output=output,
     )
@@ -112,8 +114,9 @@ def _replace_surrogates(buffer: Buffer) -> None:
         buffer.text = _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", buffer.text)
 
 
-def _bindings(several: Any) -> Any:
+def _bindings(several: Any, edit: Edit) -> Any:
     from prompt_toolkit.application import get_app
+    from prompt_toolkit.filters import emacs_mode, has_selection, vi_navigation_mode
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -126,7 +129,27 @@ def _bindings(several: Any) -> Any:
     def _(event: Any) -> None:
         _suspend(get_app())
 
+    @keys.add("c-x", "c-e", filter=emacs_mode & ~has_selection)
+    @keys.add("v", filter=vi_navigation_mode & ~has_selection)
+    def _(event: Any) -> None:
+        event.app.create_background_task(_edit_and_send(event.current_buffer, edit))
+
     return keys
+
+
+async def _edit_and_send(buffer: Buffer, edit: Edit) -> None:
+    """Send what the editor leaves. prompt-toolkit's own key ends in a traceback when that fails."""
+    from prompt_toolkit.application import run_in_terminal
+    from prompt_toolkit.document import Document
+
+    try:
+        text = await run_in_terminal(lambda: edit(buffer.text), in_executor=True)
+    except UsageError as error:
+        message = f"longchat: error: {error}"
+        await run_in_terminal(lambda: print(message, file=sys.stderr))
+        return
+    buffer.document = Document(text, len(text))
+    buffer.validate_and_handle()
 
 
 @contextlib.contextmanager
