@@ -37,8 +37,10 @@ from longchat_cli.tokens import Tokenizer
 CHUNK, FAST_CHUNK = 512, 1024
 """Rows of a prefill call, after which it can be stopped; more where tile instructions make up for that:
 a row among 1,024 takes a fifth less time than one among 512."""
-SHORTEST_LOOP, LONGEST_LOOP, LOOP_REPEATS = 4, 64, 4
-"""Greedy decoding never leaves a loop: four rounds of the same 4 to 64 tokens end the answer."""
+SHORTEST_LOOP, LONGEST_LOOP = 4, 64
+LOOP_REPEATS, SAMPLED_REPEATS = 4, 8
+"""Greedy decoding never leaves a loop: four rounds of the same 4 to 64 tokens end the answer. Sampling may
+leave one; what has not after eight rounds is hardly going to."""
 COLDEST = 1e-30
 """Below this temperature the likeliest token is taken: logits divided by it could leave float32."""
 PENALTY_SPAN = 256
@@ -224,17 +226,17 @@ class LocalEngine:
             if stopped:
                 yield Piece(text, (token,), logprob, "stop")
                 return
-            if sampling.temperature == 0 and self._loops(count + 1):
+            if self._loops(count + 1, SAMPLED_REPEATS if sampling.temperature else LOOP_REPEATS):
                 yield Piece(text + matcher.flush(), (token,), logprob, "loop")
                 return
             yield Piece(text, (token,), logprob)
 
-    def _loops(self, written: int) -> bool:
-        """Whether the answer, the last `written` tokens, ends in one phrase said over and over."""
-        tail = self.ids[-min(written, LOOP_REPEATS * LONGEST_LOOP) :]
+    def _loops(self, written: int, rounds: int) -> bool:
+        """Whether the answer, the last `written` tokens, ends in one phrase said so many times."""
+        tail = self.ids[-min(written, rounds * LONGEST_LOOP) :]
         return any(
-            tail[-period * LOOP_REPEATS : -period] == tail[-period * (LOOP_REPEATS - 1) :]
-            for period in range(SHORTEST_LOOP, len(tail) // LOOP_REPEATS + 1)
+            tail[-period * rounds : -period] == tail[-period * (rounds - 1) :]
+            for period in range(SHORTEST_LOOP, len(tail) // rounds + 1)
         )
 
     def coverage(self) -> Coverage:

@@ -523,13 +523,13 @@ def test_counting_never_sees_control_tokens(engine):
     assert engine.count("") == 0
 
 
-@pytest.mark.parametrize(("period", "ends"), [(3, 24), (4, 16), (7, 28), (64, 256), (65, None)])
-def test_greedy_loops_are_ended(engine, monkeypatch, period, ends):
-    """A phrase of 4 to 64 tokens said four times in a row ends a greedy answer; sampled ones go on."""
+@pytest.mark.parametrize(("temperature", "rounds"), [(0, 4), (1, 8)])
+@pytest.mark.parametrize("period", [3, 4, 7, 64, 65])
+def test_loops_are_ended(engine, monkeypatch, period, temperature, rounds):
+    """A phrase of 4 to 64 tokens said four times in a row ends a greedy answer, eight times a sampled one."""
+    ends = 6 * rounds if period == 3 else period * rounds if period <= 64 else None
     script = itertools.cycle(range(20, 20 + period))
     monkeypatch.setattr("longchat_cli.local.choose", lambda *_: (next(script), 0.0))
     engine.prefill([5, 6])
-    pieces = list(engine.generate(Sampling(max_tokens=400)))
-    assert (len(engine.ids) - 2, pieces[-1].stop) == ((ends, "loop") if ends else (400, "length"))
-    script = itertools.cycle(range(20, 20 + period))
-    assert list(engine.generate(Sampling(max_tokens=400, temperature=1)))[-1].stop == "length"
+    pieces = list(engine.generate(Sampling(max_tokens=600, temperature=temperature)))
+    assert (len(engine.ids) - 2, pieces[-1].stop) == ((ends, "loop") if ends else (600, "length"))
