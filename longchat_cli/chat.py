@@ -378,7 +378,7 @@ class Conversation:
         if info.method != "recall":
             return None
         encoder = local_encoder(lambda text: self.notice(text))
-        return Memory(engine, encoder, info.options["find"], info.options["passages"])
+        return Memory(engine, encoder, info.options["find"], info.options["passages"], self.store)
 
     def _recall(self, text: str, progress: Progress | None, cancel: Cancel | None) -> Recalled:
         """What is read again for the user's next `text`."""
@@ -388,7 +388,8 @@ class Conversation:
         documents = self.documents if sinks < len(self.opening) else ()
         if not state.recent:
             return NOTHING
-        self.memory.update(documents, self.turns, progress, cancel)
+        if not self.memory.update(documents, self.turns, progress, cancel):
+            return NOTHING
         recalled = self.memory.recall(text, self.turns, state.recent, self._end)
         if recalled.passages:
             self.notice(str(recalled))

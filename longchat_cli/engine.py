@@ -44,8 +44,8 @@ class EngineInfo:
 class Piece:
     """A piece of a streamed answer: printable `text` (complete characters only) and the tokens behind it.
 
-    `stop` is set on the last piece: 'eos', 'length', 'stop' (a stop string), 'loop' (the
-    answer says one phrase over and over) or 'cancelled'. A `thought` comes before the answer and is none of it.
+    `stop` is set on the last piece: 'eos', 'length', 'stop' (a stop string), 'loop' (one phrase is said over
+    and over) or 'cancelled'. A `thought` comes before the answer and is none of it.
     """
 
     text: str

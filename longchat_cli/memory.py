@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from longchat_cli.documents import Document
 from longchat_cli.engine import Progress
+from longchat_cli.pages import Store
 from longchat_cli.prompt import Message, Text
 
 ASKING, SAYING = 0.5, 0.75
@@ -111,13 +112,19 @@ class Memory:
     """All that was said in one conversation, indexed turn by turn; what is visible need not be read again.
 
     `engine` has the model's tokenizer. `encoder` is asked for the sentence encoder when something is first
-    forgotten; where it gives none, words alone serve. `find` and `passages` are options of `recall`.
+    forgotten; where it gives none, words alone serve. `find` and `passages` are options of `recall`. `store`:
+    where what the encoder makes of sentences is kept.
     """
 
     def __init__(
-        self, engine: Any, encoder: Callable[[], Any], find: str = "fused", passages: int = 0
+        self,
+        engine: Any,
+        encoder: Callable[[], Any],
+        find: str = "fused",
+        passages: int = 0,
+        store: Store | None = None,
     ) -> None:
-        self._engine, self._make_encoder = engine, encoder
+        self._engine, self._make_encoder, self._store = engine, encoder, store
         self.find, self.passages = find, passages or PASSAGES
         self.entries: list[Entry] = []
         self._finder: Any = None
@@ -129,8 +136,8 @@ class Memory:
         turns: Sequence[Said],
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
-    ) -> None:
-        """Index what is new: `documents` from before the first turn, and `turns`.
+    ) -> bool:
+        """Index what is new: `documents` from before the first turn, and `turns`; False when cancelled.
 
         Turns that were taken back are forgotten for good. Cancelled, it goes on from there the next time.
         """
@@ -140,20 +147,24 @@ class Memory:
         if held < len(self.entries):
             self._finder.keep(held)
             del self.entries[held:]
-        for done, entry in enumerate(wanted[held:], 1):
-            if cancel and cancel():
-                return
-            if self._finder is None:
-                from longchat_cli.recall.growing import GrowingFinder
-
-                encoder = self._make_encoder() if self.find != "lexical" else None
-                if encoder is None and self.find == "fused":
-                    self.find = "lexical"
-                self._finder = GrowingFinder(self._engine.tokenizer, encoder)
-            self._finder.add(entry)
+        goes_on = self._finder is None
+        for entry in wanted[held:]:
+            self._open_finder().add(entry)
             self.entries.append(entry)
-            if progress:
-                progress(done, len(wanted) - held)
+        done = self._finder is None or self._finder.encode(progress, cancel)
+        if self._store and goes_on:  # what is kept of this chat was of use
+            self._store.touch()
+        return done
+
+    def _open_finder(self) -> Any:
+        if self._finder is None:
+            from longchat_cli.recall.growing import GrowingFinder
+
+            encoder = self._make_encoder() if self.find != "lexical" else None
+            if encoder is None and self.find == "fused":
+                self.find = "lexical"
+            self._finder = GrowingFinder(self._engine.tokenizer, encoder, self._store)
+        return self._finder
 
     def recall(self, text: str, turns: Sequence[Said], recent: int, at: int) -> Recalled:
         """What to read again for a user's `text` that will be read from the stream position `at` on.

@@ -16,8 +16,10 @@ from longchat_cli.attention.sink import SinkLayer
 from longchat_cli.chat import Conversation
 from longchat_cli.documents import Document
 from longchat_cli.memory import LONGEST, Memory, asked, local_encoder
+from longchat_cli.pages import Store
 from longchat_cli.prompt import Message, Prompt
 from longchat_cli.prose import prose
+from longchat_cli.recall import kept
 from longchat_cli.recall.find import Finder
 from longchat_cli.recall.growing import GrowingBM25, GrowingFinder
 from longchat_cli.recall.lexical import BM25
@@ -223,15 +225,17 @@ def test_meaning_finds_other_words_and_its_lack_is_said_once(tokenizer: Tokenize
 
 def test_cancelled_indexing_goes_on(chat: Conversation) -> None:
     say(chat, "The vault opens with seven turns.")
-    fill(chat)
-    memory = Memory(chat.engine, lambda: None, "lexical")
-    left = iter(range(3))
-    memory.update((), chat.turns, None, lambda: next(left, None) is None)
-    assert len(memory.entries) == 3
+    fill(chat, 40)
+    encoder, left = Words(), iter(range(2))
+    memory = Memory(chat.engine, lambda: encoder)
+    assert not memory.update((), chat.turns, None, lambda: next(left, None) is None)
+    begun = len(encoder.encoded)
     seen: list[tuple[int, int]] = []
-    memory.update((), chat.turns, lambda done, total: seen.append((done, total)))
-    assert len(memory.entries) == len(chat.turns)
-    assert seen[-1] == (len(chat.turns) - 3, len(chat.turns) - 3)
+    assert memory.update((), chat.turns, lambda done, total: seen.append((done, total)))
+    sentences = sum(len(outline.sentences) for outline in memory._finder.outlines)
+    assert 0 < begun < len(encoder.encoded) == len(set(encoder.encoded) - {"Well."}) + 41 == sentences
+    assert seen[-1][0] == seen[-1][1]
+    assert memory.update((), chat.turns) and len(encoder.encoded) == sentences
 
 
 def test_of_a_long_message_the_end_is_looked_up() -> None:
@@ -272,6 +276,40 @@ def test_growing_finder_is_the_finder(tokenizer: Tokenizer) -> None:
             (p.document, p.begin, p.end, p.focus) for p in wanted
         ]
         assert np.allclose([p.score for p in found], [p.score for p in wanted], atol=2e-3)  # float16
+
+
+def test_a_chat_that_goes_on_encodes_its_last_sentences_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    engine = Forgetful(tokenizer)
+    chat = Conversation(engine)
+    chat.open()
+    for number in range(150):
+        say(chat, f"Fact {number}: the mill has {number} sails. It burned down in {1500 + number}.")
+    first = Words()
+    memory = Memory(engine, lambda: first, store=Store(tmp_path))
+    for count in range(0, len(chat.turns) + 1, 2):
+        memory.update((), chat.turns[:count])
+    again = Words()
+    resumed = Memory(engine, lambda: again, store=Store(tmp_path))
+    resumed.update((), chat.turns)
+    assert len(first.encoded) == 450
+    assert 0 < len(again.encoded) <= kept.MOST
+    assert again.encoded == first.encoded[-len(again.encoded) :]
+    asked = "In which year burned the mill with 17 sails down?"
+    by = [memory._finder.rank(asked, 3, "fused"), resumed._finder.rank(asked, 3, "fused")]
+    assert by[0] == by[1] and memory.entries[by[0][0].document].text.startswith("Fact 17:")
+    # Turns that are taken back and others in their place; a page that is damaged.
+    turns = [*chat.turns[:100], *chat.turns[120:]]
+    next(tmp_path.glob("*.safetensors")).write_bytes(b"damaged")
+    whole, repaired = Words(), Words()
+    for held in (memory, Memory(engine, lambda: repaired, store=Store(tmp_path))):
+        held.update((), turns)
+    fresh = Memory(engine, lambda: whole)
+    fresh.update((), turns)
+    assert memory._finder.rank(asked, 3, "fused") == fresh._finder.rank(asked, 3, "fused")
+    assert len(whole.encoded) == 420 + 1 and len(repaired.encoded) < 300, "one is the question"
+    plain = Words()
+    Memory(engine, lambda: plain).update((), chat.turns)
+    assert len(plain.encoded) == 450, "without a store nothing is kept"
 
 
 def test_recall_with_a_window_is_attention_sinks() -> None:

@@ -66,6 +66,24 @@ def runs(texts: Sequence[str]) -> Iterator[slice]:
         yield slice(start, len(texts))
 
 
+class Run:
+    """A page of the vectors of a run of sentences, float16 [sentences, width]."""
+
+    def __init__(self, store: Store, encoder: SentenceEncoder, sentences: Sequence[str]) -> None:
+        self._store, self._shape = store, (len(sentences), encoder.width)
+        self._key = digest(encoder.identity, VERSION, *map(_bytes, sentences))
+
+    def load(self) -> np.ndarray | None:
+        """None where they are not kept."""
+        page = self._store.open(self._key, "np")
+        vectors = None if page is None else page.get_tensor("vectors")
+        return vectors if vectors is not None and vectors.shape == self._shape else None
+
+    def save(self, vectors: np.ndarray) -> None:
+        """Keep them."""
+        self._store.put(self._key, _save({"vectors": np.ascontiguousarray(vectors)}))
+
+
 def sentence_vectors(
     encoder: SentenceEncoder,
     texts: Sequence[str],
@@ -83,16 +101,15 @@ def sentence_vectors(
     total = int(sizes.sum())
     for run in runs(texts):
         size = int(sizes[run].sum())
-        key = digest(encoder.identity, VERSION, *map(_bytes, texts[run])) if store else ""
-        known = _load(store, key) if store else None
-        if known is not None and known.shape == vectors[run].shape:
+        kept = Run(store, encoder, texts[run]) if store else None
+        if kept and (known := kept.load()) is not None:
             vectors[run] = known
             reused += size
         else:
             made = encoder.encode(texts[run]).astype(np.float16)
             vectors[run] = made
-            if store:
-                store.put(key, _save({"vectors": made}))
+            if kept:
+                kept.save(made)
         done += size
         if progress:
             progress(done, total)
@@ -150,11 +167,6 @@ def joined(indices: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
     """Indices into several arrays as indices into their concatenation, int64."""
     starts = np.cumsum([0, *sizes])
     return np.concatenate([NOTHING, *map(np.add, indices, starts)])
-
-
-def _load(store: Store, key: str) -> np.ndarray | None:
-    page = store.open(key, "np")
-    return None if page is None else page.get_tensor("vectors")
 
 
 def _save(tensors: dict[str, np.ndarray]) -> Callable[[str, dict[str, str]], None]:
