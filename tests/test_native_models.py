@@ -140,6 +140,42 @@ def test_bfloat16_weights(tiny_model: Callable[..., Path], arch: str) -> None:
     assert distance(run(decoder, tokens(), 20), run(wanted, tokens(), 20)) <= 0.05
 
 
+@needs_library
+@pytest.mark.skipif(not native.has_tiles(), reason="this CPU has no tile instructions")
+@pytest.mark.parametrize(
+    ("arch", "quantized"),
+    [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False), ("gemma3_text", False)],
+)
+def test_prompts_by_tile_instructions(
+    tiny_model: Callable[..., Path], tmp_path: Path, arch: str, quantized: bool
+) -> None:
+    """Of one layer: that of float32 weights, whatever rows and threads are beside a row."""
+    widths = {"hidden_size": 72, "intermediate_size": 272, "head_dim": 16}
+    path = tiny_model(arch, **(WIDE if quantized else widths))
+    decoder = load.load_decoder(load.find(str(path), silent), "cpu")
+    assert isinstance(decoder, LeanDecoder) and isinstance(decoder.products, served.NativeProducts)
+    wanted = LeanDecoder.from_dir(load.find(str(path), silent).path, torch.float32)
+    if quantized:
+        file = mixed_gguf(tmp_path / "m.gguf", path)
+        decoder = load.load_decoder(ready := load.find(str(file), silent), "cpu")
+        wanted = exact(file, ready.path)
+    x, rotation = torch.randn(100, decoder.width), decoder.ropes["full_attention"].rotation(torch.arange(100))
+    out = torch.randn(decoder.heads, 100, decoder.dim).bfloat16()
+    for rows in (9, 33, 100):
+        here = rotation.take(torch.arange(rows))
+        found = decoder.products.enter(0, x[:rows].clone(), here)
+        for ours, theirs in zip(found, wanted.products.enter(0, x[:rows], here), strict=True):
+            assert (ours - theirs).norm() <= 0.01 * theirs.norm()
+        left = decoder.products.leave(0, x[:rows].clone(), out[:, :rows])
+        added = wanted.products.leave(0, x[:rows].clone(), out[:, :rows].float()) - x[:rows]
+        assert ((left - x[:rows]) - added).norm() <= 0.01 * added.norm()
+        torch.set_num_threads(1 + rows % 5)
+        assert torch.equal(decoder.products.leave(0, x[:9].clone(), out[:, :9]), left[:9])
+        assert torch.equal(
+            decoder.products.enter(0, x[:9].clone(), rotation.take(torch.arange(9)))[0], found[0][:, :9]
+        )
+
+
 @pytest.fixture(scope="module")
 def pair(tiny_model: Callable[..., Path]) -> tuple[Any, LeanDecoder]:
     """One model through the library, and through torch."""

@@ -24,13 +24,15 @@ from longchat_cli.errors import OutOfMemory
 from longchat_cli.kernels.packed import Packed, rows_at
 from longchat_cli.kernels.span import Bound, Span
 
-ABI = 7
+ABI = 8
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
 MANY = 32
 """From so many rows on tile instructions are worth laying out the keys for them."""
 WIDEST, MOST_SPANS = 512, 6
+TILE = 16
+"""Rows of weights that lie interleaved."""
 LEAST = 1 << 15
 """Bytes from which memory is worth a place among large pages."""
 REDUCE = {"max": 1, "mean": 2, "sum": 3}
@@ -128,6 +130,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "linear": [_POINTER, _POINTER, c_float, _POINTER, _POINTER, _COUNT, _COUNT],
     "enter": [*[_POINTER] * 3, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
     "leave": [*[_POINTER] * 3, _COUNT, _POINTER, _STRIDE, _STRIDE],
+    "enter_many": [*[_POINTER] * 3, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
+    "leave_many": [*[_POINTER] * 3, _COUNT, _POINTER, _STRIDE, _STRIDE],
     "attend": [_POINTER],
     "step": [_POINTER],
     "attend_many": [_POINTER],

@@ -1,6 +1,7 @@
-"""Decoder layers through the native library: a few rows in low-bit products, many on bfloat16 ones.
+"""Decoder layers through the native library: a few rows in low-bit products, many in bfloat16 ones.
 
-The same steps as `lean.Products`, which is the reference. For products of a few rows activations become
+The same steps as `lean.Products`, which is the reference. Many rows go through tile instructions, on weights
+made bfloat16 as they pass, where the CPU has them; else torch multiplies dense ones. For products of a few rows activations become
 int8, with a scale for each 32. One int8 number loses twice as much as bfloat16 does, so each is kept in two:
 that costs a tenth of the products' time, most of which goes into reading the weights.
 """
@@ -183,7 +184,7 @@ def _copied(stored: Tensor) -> Tensor:
 
 
 class NativeProducts(lean.Products):
-    """`lean.Products` with everything but the products of many rows done by the library."""
+    """`lean.Products` by the library; without tile instructions the products of many rows stay torch's."""
 
     def __init__(self, decoder: Any, tiled: Tiles | None) -> None:
         super().__init__(decoder)
@@ -196,6 +197,8 @@ class NativeProducts(lean.Products):
         self.blocks = (native.Block * d.layers)(*blocks)
         self.table = step.Table(d.layers, d.dim)
         self.head = self._parts("head", [d.head])[0]
+        # Gate and up lie in one run of tiles, which must not share one.
+        self.tiled_rows = native.has_tiles() and d.hidden % native.TILE == 0
 
     def _block(self, index: int, block: lean.Block) -> native.Block:
         made = native.Block()
@@ -227,6 +230,8 @@ class NativeProducts(lean.Products):
         library, model = native.loaded(), self._model()
         if rows <= native.ROWS:
             library.longchat_enter(model, block, _at(x), rows, *to)
+        elif self.tiled_rows:
+            library.longchat_enter_many(model, block, _at(x), rows, *to)
         else:
             normed = self._normed(x, d.blocks[index].attention_norm)
             parts = [normed @ weight.t() for weight in d.blocks[index].qkv.weights]
@@ -238,11 +243,12 @@ class NativeProducts(lean.Products):
     def leave(self, index: int, x: Tensor, out: Tensor) -> Tensor:
         d, rows = self.decoder, x.shape[0]
         library, model = native.loaded(), self._model()
-        if rows <= native.ROWS:
+        if rows <= native.ROWS or self.tiled_rows:
             if out.stride(-1) != 1:
                 out = out.contiguous()
             made = ctypes.byref(self.blocks[index])
-            library.longchat_leave(model, made, _at(x), rows, _at(out), *out.stride()[:2])
+            leave = library.longchat_leave if rows <= native.ROWS else library.longchat_leave_many
+            leave(model, made, _at(x), rows, _at(out), *out.stride()[:2])
             return x
         block = d.blocks[index]
         add = block.o(out.transpose(0, 1).reshape(rows, -1))

@@ -1,8 +1,6 @@
 // The C interface: the widest instructions this CPU has.
 #include <string.h>
 
-#include <new>
-
 #include "isa.h"
 #include "threads.h"
 
@@ -30,24 +28,13 @@ Choice widest() {
 
 Choice chosen = widest();
 
-// Whether there was memory enough for a call.
-template <typename... Parameters, typename... Arguments>
-int tried(void (*call)(Parameters...), Arguments... arguments) {
-  try {
-    call(arguments...);
-    return 1;
-  } catch (const std::bad_alloc&) {
-    return 0;
-  }
-}
-
 }  // namespace
 }  // namespace longchat
 
 using longchat::chosen;
 using longchat::tried;
 
-int longchat_abi() { return 7; }
+int longchat_abi() { return 8; }
 
 const char* longchat_isa() { return chosen.name; }
 

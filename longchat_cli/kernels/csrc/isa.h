@@ -1,6 +1,8 @@
 // One table of functions for each instruction set the library was built with.
 #pragma once
 
+#include <new>
+
 #include "native.h"
 
 namespace longchat {
@@ -22,5 +24,16 @@ extern const Isa kPortable;
 #if defined(__x86_64__)
 extern const Isa kAvx2, kAvx512;
 #endif
+
+// Whether there was memory enough for a call.
+template <typename... Parameters, typename... Arguments>
+int tried(void (*call)(Parameters...), Arguments... arguments) {
+  try {
+    call(arguments...);
+    return 1;
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+}
 
 }  // namespace longchat

@@ -757,15 +757,23 @@ void gated(const LongchatModel* m, const uint16_t* gate, const uint16_t* up, int
   });
 }
 
+// A step known beforehand lets the loop become vectors.
+template <int STEP>
+inline void turn_pairs(const uint16_t* q, const float* cos, const float* sin, int planes, int apart, uint16_t* to) {
+  for (int i = 0; i < planes; ++i) {
+    const float a = widen(q[i * STEP]), b = widen(q[i * STEP + apart]);
+    to[i * STEP] = narrow(a * cos[i] - b * sin[i]);
+    to[i * STEP + apart] = narrow(b * cos[i] + a * sin[i]);
+  }
+}
+
 // A query as it is turned for a span, rounded as it was.
 inline void turn(const uint16_t* q, const LongchatSpan& s, int row, int dim, uint16_t* to) {
   const float *cos = s.cos + static_cast<int64_t>(row) * s.planes, *sin = s.sin + static_cast<int64_t>(row) * s.planes;
-  const int step = s.interleaved ? 2 : 1, apart = s.interleaved ? 1 : s.planes;
-  for (int i = 0; i < s.planes; ++i) {
-    const float a = widen(q[i * step]), b = widen(q[i * step + apart]);
-    to[i * step] = narrow(a * cos[i] - b * sin[i]);
-    to[i * step + apart] = narrow(b * cos[i] + a * sin[i]);
-  }
+  if (s.interleaved)
+    turn_pairs<2>(q, cos, sin, s.planes, 1, to);
+  else
+    turn_pairs<1>(q, cos, sin, s.planes, s.planes, to);
   for (int i = 2 * s.planes; i < dim; ++i) to[i] = q[i];
 }
 

@@ -118,6 +118,12 @@ int longchat_step(const LongchatStep*);
 // The same for many rows, with tile instructions where this CPU has them: no lists, nothing observed.
 int longchat_attends_many();
 int longchat_attend_many(const LongchatAttention*);
+// As enter and leave; activations and weights are rounded to bfloat16, sums are float32. A row's results do not
+// depend on those beside it.
+int longchat_enter_many(const LongchatModel*, const LongchatBlock*, const float* x, int rows, const float* cos,
+                        const float* sin, int planes, uint16_t* q, uint16_t* k, uint16_t* v);
+int longchat_leave_many(const LongchatModel*, const LongchatBlock*, float* x, int rows, const uint16_t* out,
+                        int64_t out_head, int64_t out_row);
 
 // index [heads, count]: where the largest of scores [heads, n] are, the largest first, the earlier one of equals,
 // each taken as the largest of `width` neighbours (those beyond the ends are 0). 1 <= count <= n.
