@@ -1,9 +1,9 @@
 """Decoder layers through the native library: a few rows in low-bit products, many in bfloat16 ones.
 
 The same steps as `lean.Products`, which is the reference. Many rows go through tile instructions, on weights
-made bfloat16 as they pass, where the CPU has them; else torch multiplies dense ones. For products of a few rows activations become
-int8, with a scale for each 32. One int8 number loses twice as much as bfloat16 does, so each is kept in two:
-that costs a tenth of the products' time, most of which goes into reading the weights.
+made bfloat16 as they pass, where the CPU has them; else torch multiplies dense ones. For products of a few
+rows activations become int8, with a scale for each 32. One int8 number loses twice as much as bfloat16 does,
+so each is kept in two: that costs a tenth of the products' time, most of which goes into reading the weights.
 """
 
 from __future__ import annotations
