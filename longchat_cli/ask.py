@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longchat_cli import attention, whole
-from longchat_cli.citations import Range
+from longchat_cli.citations import Checker, Range
 from longchat_cli.config import format_bytes
 from longchat_cli.documents import Collection, Document, is_remote
 from longchat_cli.engine import Engine, Progress
@@ -35,6 +35,8 @@ Left to itself the default model takes "how many" for a sum to be worked out and
 this 24 of 44 facts asked in other words, 23 of 44 natural questions and 20 of 20 facts were answered right,
 with "Answer the question from the text." 25, 18 and 17.
 """
+QUOTING = "\n\n> "
+"""Between a model's words and what a text says."""
 QUOTED = 3
 """Passages that `quote` gives where the method's options name no number."""
 AROUND = 160
@@ -111,6 +113,7 @@ class Answer:
     citations: per sentence begin, end (of the answer), sentence, verdict, exact, quote (a place as above).
     rested: places that the answer's tokens looked at, with their share, the most first.
     notes: of the whole read in parts: each part's place, begin, end, note, kept (from an earlier run).
+    quoted: the sentence of the documents, a place as above, with which `answer` ends; `words` come before it.
     """
 
     question: str
@@ -126,10 +129,16 @@ class Answer:
     citations: list[dict[str, Any]] = field(default_factory=list)
     rested: list[dict[str, Any]] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
+    quoted: dict[str, Any] | None = None
 
     @property
     def cancelled(self) -> bool:
         return self.stop == "cancelled"
+
+    @property
+    def words(self) -> str:
+        """The model's own."""
+        return self.answer.rpartition(QUOTING)[0] if self.quoted else self.answer
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -308,6 +317,7 @@ class _Said:
     ids: Sequence[int]
     stop: str
     mark: Any = None
+    quoted: dict[str, Any] | None = None
 
 
 class _Session:
@@ -581,8 +591,28 @@ class _Session:
                 stop = piece.stop or stop
         seconds = time.perf_counter() - start
         timings |= {"decode_s": seconds, "tokens_per_s": len(ids) / seconds if seconds else 0.0}
-        said = _Said("".join(pieces), ids, stop, mark)
+        quoted = None if stop == "cancelled" else self._missing("".join(pieces), found)
+        if quoted:
+            lead = QUOTING if "".join(pieces).strip() else QUOTING.lstrip()
+            pieces.append(lead + " ".join(Sanitizer().feed(quoted["text"]).split()))
+            self.emit(pieces[-1])
+        said = _Said("".join(pieces), ids, stop, mark, quoted)
         return self._answer(question, prompt, method, reused, timings, said, found)
+
+    def _missing(self, said: str, found: Sequence[Found]) -> dict[str, Any] | None:
+        """The nearest sentence of the passages, for an answer that is no quote of them.
+
+        A small model reads wrong what is in front of it: of 150 natural questions 60 were answered in its own
+        words, 96 with the sentence behind them. A user's own system prompt decides what an answer is.
+        """
+        if not found or self.request.system is not None:
+            return None
+        read = [Document("", self.documents[p.document].text[p.begin : p.end]) for p in found]
+        cited = Checker(read).check(said)
+        if cited and all(citation.verdict == "verified" for citation in cited):
+            return None
+        best = max(found, key=lambda passage: passage.score)
+        return self.sources.quote(best.document, *best.focus)
 
     def _answer(
         self,
@@ -615,6 +645,7 @@ class _Session:
             coverage={**asdict(state), "read": tokens_read(prompt)},
             documents=[document.name for document in self.documents],
             passages=[describe(self.documents, passage) for passage in found],
+            quoted=said.quoted,
             **evidence,
         )
 

@@ -68,15 +68,13 @@ class Sources:
         return [(number, begin, end) for begin, end in bounds.tolist()]
 
     def _describe(self, share: float, number: int, begin: int, end: int) -> dict[str, Any]:
+        return {**self.quote(number, begin, end), "share": round(share, 4)}
+
+    def quote(self, number: int, begin: int, end: int) -> dict[str, Any]:
+        """The characters [begin, end) of document `number` and where they stand, as plain values."""
         document = self._documents[number]
         where = asdict(document.locate(begin, end))
-        return {
-            **where,
-            "begin": begin,
-            "end": end,
-            "share": round(share, 4),
-            "text": document.text[begin:end],
-        }
+        return {**where, "begin": begin, "end": end, "text": document.text[begin:end]}
 
 
 def tokens_read(prompt: Prompt) -> int:

@@ -217,7 +217,39 @@ def test_auto_reads_passages_of_a_long_document(run: Ask) -> None:
 def test_recall_answers_each_question_from_an_empty_state(run: Ask) -> None:
     done = run("first?", "second?", documents=[LONG], method="recall")
     assert len(done.engine.ids) == done.answers[1].coverage["seen"]
-    assert [a.answer for a in done.answers] == ["You said: first?", "You said: second?"]
+    assert [a.words for a in done.answers] == ["You said: first?", "You said: second?"]
+
+
+def test_what_the_passages_do_not_say_is_followed_by_their_nearest_sentence(run: Ask) -> None:
+    def answered(says: str, **settings: Any) -> Run:
+        def prepare(engine: FakeEngine) -> None:
+            engine.reply = lambda said: says
+
+        return run("what is in line 150?", prepare=prepare, **{"documents": [LONG], **settings})
+
+    nearest = " ".join(LONG.text[slice(*answered("").finder.spot.focus)].split())
+    assert "150" in nearest
+    for wrong in ("The miller counted 157 sacks.", "It rained. The miller counted 150 sacks."):
+        done = answered(wrong)
+        (answer,) = done.answers
+        assert answer.answer == done.said == f"{wrong}\n\n> {nearest}"
+        assert answer.words == wrong and answer.quoted
+        assert (answer.quoted["source"], answer.quoted["line"]) == ("book.txt", 151)
+        assert LONG.text[answer.quoted["begin"] : answer.quoted["end"]] == answer.quoted["text"]
+        assert "quoted" in answer.as_json()
+    assert answered("").said == f"> {nearest}"
+    for plain in (
+        answered("The miller counted 150 sacks."),  # the text says so
+        answered("It rained.", system="Be brief."),
+        answered("It rained.", documents=[SHORT]),  # all of it was read
+    ):
+        assert plain.answers[0].quoted is None and plain.said == plain.answers[0].words
+
+
+def test_a_quoted_sentence_sends_nothing_to_the_screen(run: Ask) -> None:
+    evil = Document("book.txt", LONG.text.replace("150 sacks", "150\n\x1b[2Jsacks"))
+    said = run("line 150?", documents=[evil]).said
+    assert "\x1b" not in said and said.count("\n") == 2
 
 
 def test_full_beyond_the_window_is_refused_with_counts(run: Ask) -> None:
@@ -354,7 +386,9 @@ def cited(run: Ask) -> Callable[..., Answer]:
 
 def test_every_sentence_is_cited(cited: Callable[..., Answer]) -> None:
     answer = cited("The miller counted 150 sacks. The miller counted 250 sacks. It rained.")
-    assert [c["verdict"] for c in answer.citations] == ["verified", "not found", "not found"]
+    assert [c["verdict"] for c in answer.citations] == ["verified", "not found", "not found", "verified"]
+    last = answer.citations[-1]
+    assert last["exact"] and answer.quoted and last["quote"]["text"] in answer.quoted["text"]
     first = answer.citations[0]
     assert (
         answer.answer[first["begin"] : first["end"]] == first["sentence"] == "The miller counted 150 sacks."

@@ -300,6 +300,16 @@ def test_a_passage_without_the_answer_is_told_from_one_with_it():
     assert total["found"] == total["reached"] == 4
 
 
+def test_what_a_model_says_itself_counts_apart():
+    def answer(document, questions):
+        return [Answer(f"No.\n\n> {document}", (), None, "No.") for _ in questions]
+
+    (total,) = run("reworded", Subject(count, answer), Options((900,), n=4))["totals"]
+    assert (total["correct"], total["own"]) == (4, 0)
+    (total,) = run("reworded", Subject(count, oracle), Options((900,), n=4))["totals"]
+    assert total["own"] == total["correct"] > 0
+
+
 def test_gold_is_asked_of_the_planted_text_alone():
     class Reader:
         def from_text(self, method, document, questions):

@@ -31,11 +31,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a question: the text, the passages read (best first), what was visible."""
+    """What came back for a question: the text, the passages read (best first), what was visible, and the
+    model's own `words` where the text has more."""
 
     text: str
     passages: tuple[str, ...] = ()
     coverage: dict[str, Any] | None = None
+    words: str | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def _judge(query: Query, answer: Answer) -> dict[str, Any]:
         "references": list(query.references),
         "answer": answer.text,
         "correct": grade(answer.text, query.references, query.every),
+        "own": grade(answer.text if answer.words is None else answer.words, query.references, query.every),
         "rank": rank(answer.passages, query),
         "reached": reached(answer.passages, query),
         "passages": len(answer.passages),
@@ -189,6 +192,7 @@ def _total(length: int, samples: list[dict[str, Any]]) -> dict[str, Any]:
     n, correct = len(samples), sum(sample["correct"] for sample in samples)
     low, high = interval(correct, n)
     total = {"length": length, "n": n, "correct": correct, "accuracy": correct / n, "low": low, "high": high}
+    total["own"] = sum(sample["own"] for sample in samples)
     total["errors"] = sum(bool(sample["error"]) for sample in samples)
     if all("gold" in sample for sample in samples):
         total["gold"] = sum(sample["gold"] for sample in samples)

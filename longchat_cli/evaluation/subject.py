@@ -111,7 +111,8 @@ def subject(
         answers = []
         asked = replace(request, questions=tuple(questions))
         for got in ask.ask(open_engine, make, collection, asked, lambda text: None, console, interrupts):
-            answers.append(Answer(got.answer, _ranked(finders, document, got.question), got.coverage))
+            ranked = _ranked(finders, document, got.question)
+            answers.append(Answer(got.answer, ranked, got.coverage, got.words))
         return answers
 
     def forward(method: Method | None = None) -> Forward:
