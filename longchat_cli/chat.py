@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import array
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-from longchat_cli import attention
+from longchat_cli import answering
 from longchat_cli.ask import Open, compose, messages, opening
 from longchat_cli.documents import Document
 from longchat_cli.engine import Coverage, Engine, Piece, Progress, behind
-from longchat_cli.errors import ContextOverflow, LongchatError, UsageError
+from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.memory import NOTHING, Memory, Recalled, local_encoder
 from longchat_cli.models import catalog
 from longchat_cli.pages import Store
+from longchat_cli.pinned import open_pinned
 from longchat_cli.sampling import Sampling
 from longchat_cli.sessions import About, Chat, Session, Turn, known_as
-from longchat_cli.thinking import Thoughts
 
 Cancel = Callable[[], bool]
-WINDOW = 1020
-"""Recent tokens that stay visible under `recall`, as under `sink`."""
 MARKS = 4
 """Exchanges that are taken back without reading anything; a mark of a bounded method weighs as much as it."""
+SAID = 64
+"""Earlier answers whose words may count against the same words in a new one."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Conversation:
 
         Raises ContextOverflow when the method cannot hold it.
         """
-        self._require_room(len(self.opening), seen=0)
+        answering.require_room(self.engine, len(self.opening), seen=0)
         if self.session and self.turns:
             self.session.close()
             self.session = self.session.another()
@@ -119,7 +118,7 @@ class Conversation:
     def begin(self, progress: Progress | None = None, cancel: Cancel | None = None) -> bool:
         """Read all that comes before the next words, the turns of a chat that goes on, too; False when
         cancelled. Raises ContextOverflow when the method cannot hold it."""
-        self._require_room(self._end, seen=0)
+        answering.require_room(self.engine, self._end, seen=0)
         if not self._read_anew(self.turns, progress, cancel):
             return False
         if self._other:
@@ -213,7 +212,7 @@ class Conversation:
         other = Conversation(engine, system, self.documents, store=self.store)
         same = engine.info.fingerprint == self.engine.info.fingerprint
         other.turns = other._rendered(self.turns, same)
-        other._require_room(sum(len(turn.ids) for turn in other.turns) + len(other.opening), seen=0)
+        answering.require_room(engine, other._end, seen=0)
         before = self.engine.snapshot()
         try:
             done = other._read_anew(other.turns, progress, cancel)
@@ -275,7 +274,7 @@ class Conversation:
         mark = self.engine.snapshot() if thinking and thinking.dropped else None
         thought = False
         try:
-            for piece in self._answer(sampling, cancel):
+            for piece in answering.answer(self.engine, sampling, self.think, self._said(), cancel):
                 thought = thought or piece.thought
                 self._take(answer, piece, mark is None or not piece.thought)
                 if self.shows_thoughts or not piece.thought or piece.stop:
@@ -289,6 +288,10 @@ class Conversation:
             self.engine.prefill(answer.ids)
         self._keep()
 
+    def _said(self) -> list[int]:
+        """The tokens of the answers before this one, as far as any sampler looks back."""
+        return [id for turn in self.turns[1:-1:2][-SAID:] for id in turn.ids]
+
     def _take(self, answer: Turn, piece: Piece, stays: bool) -> None:
         """Add a piece to the answer; `stays`: its tokens are not taken back."""
         if piece.thought:
@@ -300,37 +303,6 @@ class Conversation:
         answer.stop = piece.stop or answer.stop
         if self.session:
             self.session.stream(self.chat)
-
-    def _answer(self, sampling: Sampling, cancel: Cancel | None) -> Iterator[Piece]:
-        """Generate, thoughts told from the answer and cut short where they are too long."""
-        thinking, left = self.engine.thinking, sampling.max_tokens
-        if thinking is None:
-            yield from self.engine.generate(self._within_room(sampling), cancel)
-            return
-        thoughts, most = Thoughts(thinking), self.think
-        if thinking.dropped and thinking.opened:  # which no earlier turn has: it is not part of the user's
-            yield self._put(thinking.opened)
-        if most == 0:
-            yield self._put(thinking.closing if thoughts.inside else thinking.skipping)
-            thoughts.close()
-            most = None
-        while True:
-            pieces = self.engine.generate(self._within_room(replace(sampling, max_tokens=left)), cancel)
-            for piece in pieces:
-                left -= len(piece.ids)
-                yield from thoughts.feed(piece)
-                too_long = most is not None and thoughts.inside and thoughts.count >= most
-                if too_long and left and not piece.stop:
-                    break
-            else:
-                return
-            yield self._put(thinking.closing)
-            thoughts.close()
-
-    def _put(self, ids: Sequence[int]) -> Piece:
-        """Tokens that the model did not write itself, as part of its thoughts."""
-        self.engine.prefill(ids)
-        return Piece("", tuple(ids), thought=True)
 
     def _exchanged(
         self,
@@ -351,7 +323,7 @@ class Conversation:
                 done = self._go_back(self.turns[:keep], progress, cancel)
             if done:
                 user = self._user_turn(text, documents, self._recall(text, progress, cancel))
-                self._require_room(len(user.ids))
+                answering.require_room(self.engine, len(user.ids))
                 self._keep()
                 self._mark()
                 # The answer was stopped, until the engine says otherwise.
@@ -519,28 +491,6 @@ class Conversation:
             self.engine.restore(mark)
         return done == len(ids)
 
-    def _require_room(self, new: int, seen: int | None = None) -> None:
-        """For `new` tokens behind those seen, or behind `seen`."""
-        seen = self.engine.coverage().seen if seen is None else seen
-        if self._room(seen) <= new:
-            info = self.engine.info
-            raise ContextOverflow(
-                f"{info.method} is at its end",
-                f"{seen:,} tokens so far and {new:,} new ones do not fit the {info.window:,} of {info.model}",
-                "start anew (/new), or use --method sink, which goes on without end",
-            )
-
-    def _within_room(self, sampling: Sampling) -> Sampling:
-        room = self._room(self.engine.coverage().seen)
-        return replace(sampling, max_tokens=int(max(min(sampling.max_tokens, room), 1)))
-
-    def _room(self, seen: int) -> float:
-        """Tokens that still fit; infinite for methods that forget."""
-        info = self.engine.info
-        if attention.method_class(info.method).unlimited:
-            return float("inf")
-        return info.window - seen
-
 
 def lasting(model: str) -> str:
     """What --model has to be for the same one from anywhere."""
@@ -560,37 +510,3 @@ def open_conversation(
 ) -> Conversation:
     """A conversation over `open_pinned`'s engine."""
     return Conversation(open_pinned(open_engine, method, options, system, documents), system, documents)
-
-
-def open_pinned(
-    open_engine: Open,
-    method: str,
-    options: Mapping[str, Any],
-    system: str | None = None,
-    documents: Sequence[Document] = (),
-) -> Engine:
-    """An engine to which the opening stays visible for ever where the method can pin it (its `sinks`).
-
-    When system prompt and documents do not fit beside the recent tokens, the system prompt alone is pinned.
-    """
-    if method == "recall":
-        options = {"window": WINDOW, **options}
-    engine = open_engine(method, options)
-    for kept in (documents, ()):
-        pinned = pin(method, options, len(opening(engine, system, kept)), engine.info.window)
-        if pinned is not None:
-            return open_engine(method, pinned)
-    return engine
-
-
-def pin(method: str, options: Mapping[str, Any], tokens: int, window: int) -> dict[str, Any] | None:
-    """Options that keep the first `tokens` visible; None if the method has none, the user has decided, or
-    they do not fit the trained `window` beside the recent ones."""
-    values: dict[str, Any] = {
-        option.name: option.default for option in dataclasses.fields(attention.method_class(method))
-    }
-    if "sinks" not in values or "sinks" in options:
-        return None
-    values.update(options)
-    recent = values.get("window", values.get("local", 0))
-    return {**options, "sinks": max(tokens, values["sinks"])} if tokens + recent <= window else None

@@ -127,8 +127,13 @@ class Engine(Protocol):
         Raises ContextOverflow when they do not fit the trained window beside the recent tokens.
         """
 
-    def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
-        """Stream an answer; the state always holds whole tokens and agrees with what was yielded."""
+    def generate(
+        self, sampling: Sampling, cancel: Callable[[], bool] | None = None, said: Sequence[int] = ()
+    ) -> Iterator[Piece]:
+        """Stream an answer; the state always holds whole tokens and agrees with what was yielded.
+
+        `said`: tokens of earlier answers, which the repetition penalty looks at, too.
+        """
 
     def coverage(self) -> Coverage: ...
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
@@ -44,7 +45,8 @@ leave one; what has not after eight rounds is hardly going to."""
 COLDEST = 1e-30
 """Below this temperature the likeliest token is taken: logits divided by it could leave float32."""
 PENALTY_SPAN = 256
-"""The repetition penalty looks at this many tokens back, so that an endless chat stays flat in time."""
+"""The repetition penalty looks at the last tokens that the model wrote, this many: not at what it read, which
+it may have to quote, nor at the template's, without which no answer would end."""
 
 
 class Decoder(Protocol):
@@ -202,10 +204,13 @@ class LocalEngine:
             longer.keep(self.cache, before, len(prefix.ends), shared)
             self._trail = longer, self.cache.snapshot()
 
-    def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
+    def generate(
+        self, sampling: Sampling, cancel: Callable[[], bool] | None = None, said: Sequence[int] = ()
+    ) -> Iterator[Piece]:
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
         constraint = Constraint(sampling.schema, self.tokenizer) if sampling.schema else None
         decoder, matcher = self.tokenizer.decoder(), StopMatcher((*sampling.stop, *self.assembler.stops))
+        recent = deque(said, PENALTY_SPAN)
         for count in range(sampling.max_tokens + 1):
             if count == sampling.max_tokens or (cancel and cancel()):
                 # Bytes of a character that is not complete yet are left out.
@@ -213,13 +218,14 @@ class LocalEngine:
                 return
             assert self.logits is not None, "generate needs a prefilled prompt"
             logits = constraint.allow(self.logits) if constraint else self.logits
-            token, logprob = choose(logits, sampling, self.ids[-PENALTY_SPAN:], generator)
+            token, logprob = choose(logits, sampling, recent, generator)
             if token in self.tokenizer.eos_ids:
                 tail, _ = matcher.feed(decoder.flush())
                 yield Piece(tail + matcher.flush(), stop="eos")
                 return
             # Fed before it is yielded: whoever stops listening leaves a state that agrees with what they saw.
             self.feed([token], decoding=True)
+            recent.append(token)
             if constraint:
                 constraint.take(token)
             text, stopped = matcher.feed(decoder.push(token))
@@ -322,9 +328,12 @@ class LocalEngine:
 
 
 def choose(
-    logits: Tensor, sampling: Sampling, recent: Sequence[int], generator: torch.Generator | None = None
+    logits: Tensor, sampling: Sampling, recent: Collection[int], generator: torch.Generator | None = None
 ) -> tuple[int, float]:
-    """The next token and its log-probability under the model, from logits float32 [vocab]."""
+    """The next token and its log-probability under the model, from logits float32 [vocab].
+
+    The repetition penalty is that of CTRL (Keskar et al., 2019), section 4.1, with what was `recent`ly said.
+    """
     logits = logits.detach().to("cpu", torch.float32)
     logprobs = torch.log_softmax(logits, dim=-1)
     if sampling.repetition_penalty != 1.0 and len(recent):

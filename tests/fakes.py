@@ -88,7 +88,9 @@ class FakeEngine:
     def keep(self, shared: int = 0) -> None:
         pass
 
-    def generate(self, sampling: Sampling, cancel: Callable[[], bool] | None = None) -> Iterator[Piece]:
+    def generate(
+        self, sampling: Sampling, cancel: Callable[[], bool] | None = None, said: Sequence[int] = ()
+    ) -> Iterator[Piece]:
         decoder = self.tokenizer.decoder()
         answer = self.tokenizer.encode(self.reply(self.said()))
         for id in answer[: sampling.max_tokens]:

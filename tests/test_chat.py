@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from fakes import FakeEngine, Opener
 
-from longchat_cli.chat import Conversation, open_conversation, pin
+from longchat_cli.chat import Conversation, open_conversation
 from longchat_cli.documents import Document
 from longchat_cli.errors import ContextOverflow, UsageError
+from longchat_cli.pinned import pin
 from longchat_cli.prompt import Message, Prompt
 from longchat_cli.sampling import Sampling
 from longchat_cli.tokens import Tokenizer
@@ -54,6 +55,26 @@ def test_turns_are_appended_and_agree_with_the_transcript(engine: FakeEngine, sy
     answers = sum(engine.count(turn.text) for turn in conversation.turns if turn.role == "assistant")
     assert engine.prefilled + answers == len(engine.ids), "a token was read twice"
     assert [turn.stop for turn in conversation.turns] == [None, "eos"] * 3
+
+
+def test_a_sampler_is_told_what_earlier_answers_said(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[int]] = []
+    generate = engine.generate
+
+    def listening(sampling: Sampling, cancel: object = None, said: Sequence[int] = ()) -> object:
+        told.append(list(said))
+        return generate(sampling)
+
+    monkeypatch.setattr(engine, "generate", listening)
+    conversation = Conversation(engine)
+    conversation.open()
+    for text in ("hello", "and you?", "the river is wide"):
+        say(conversation, text)
+    list(conversation.retry(SAMPLING))
+    first, second = (list(turn.ids) for turn in conversation.turns[1:4:2])
+    assert told == [[], first, [*first, *second], [*first, *second]]
 
 
 def test_cancelled_prefill_leaves_no_trace(engine: FakeEngine) -> None:

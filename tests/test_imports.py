@@ -37,7 +37,19 @@ LAYERS = [
     },
     {"local", "prefix", "recall"},
     {"citations", "sources", "attribution", "whole", "memory"},
-    {"ask", "chat", "exchange", "sessions", "evaluation", "doctor", "inspection", "estimate", "benchmark"},
+    {
+        "ask",
+        "answering",
+        "pinned",
+        "chat",
+        "exchange",
+        "sessions",
+        "evaluation",
+        "doctor",
+        "inspection",
+        "estimate",
+        "benchmark",
+    },
     {"repl"},
     {"cli", "commands", "__main__"},
 ]
@@ -46,10 +58,10 @@ LAYERS = [
 LIGHT = [
     "errors", "config", "settings", "database", "sessions", "thinking", "exchange",
     "constrain", "logs", "sampling", "terminal_text", "terminal", "engine", "prompt", "tokens", "prose",
-    "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "chat",
-    "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__", "evaluation.facts",
-    "evaluation.lines", "recall.lexical", "recall.passages", "recall.kept", "pages", "citations", "wording",
-    "sources", "whole", "memory",
+    "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "answering",
+    "pinned", "chat", "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__",
+    "evaluation.facts", "evaluation.lines", "recall.lexical", "recall.passages", "recall.kept", "pages",
+    "citations", "wording", "sources", "whole", "memory",
 ]  # fmt: skip
 """Modules that import neither torch nor transformers at module level."""
 

@@ -383,6 +383,23 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     assert torch.equal(LOGITS, torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 5.0, 4.5])), "logits are not touched"
 
 
+def test_the_repetition_penalty_looks_at_what_the_model_wrote(engine, monkeypatch):
+    """Neither at the prompt nor at its template, so that both can be quoted and ended; at earlier answers."""
+    seen = []
+
+    def looking(logits, sampling, recent, generator):
+        seen.append(list(recent))
+        return choose(logits, sampling, recent, generator)
+
+    monkeypatch.setattr("longchat_cli.local.choose", looking)
+    engine.prefill([5, 6, 7] * 100)
+    written = answer(list(engine.generate(Sampling(max_tokens=6, repetition_penalty=1.3), said=[8, 9])))[1]
+    assert seen[0] == [8, 9] and seen[-1] == [8, 9, *written[: len(seen) - 1]]
+    seen.clear()
+    list(engine.generate(Sampling(max_tokens=2, repetition_penalty=1.3), said=range(400)))
+    assert seen[0] == list(range(400 - 256, 400)), "it is flat in time"
+
+
 def test_seeds(engine):
     prompt = prompt_of(engine)
 

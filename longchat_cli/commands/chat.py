@@ -242,7 +242,8 @@ class _Bench:
 
     def new(self) -> Made:
         """A new chat."""
-        from longchat_cli.chat import Conversation, open_pinned
+        from longchat_cli.chat import Conversation
+        from longchat_cli.pinned import open_pinned
         from longchat_cli.sessions import Session, Sessions
 
         opener, system = self.opener(self.params["model"]), self.params["system"]
@@ -264,7 +265,8 @@ class _Bench:
     ) -> Made:
         """The chat of that number, or the `last` one, or a copy of it; with what is said here of the model,
         method and system prompt where these are true. Raises MissingInput and UsageError."""
-        from longchat_cli.chat import Conversation, open_pinned
+        from longchat_cli.chat import Conversation
+        from longchat_cli.pinned import open_pinned
         from longchat_cli.sessions import Sessions
 
         sessions = Sessions()

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from longchat_cli import config
 from longchat_cli.attention import METHODS
-from longchat_cli.chat import Context, open_pinned
+from longchat_cli.chat import Context
 from longchat_cli.documents.names import printable
 from longchat_cli.errors import UsageError
+from longchat_cli.pinned import open_pinned
 from longchat_cli.repl import chats, clipboard, settings
 from longchat_cli.repl.bar import Part, bar, legend
 from longchat_cli.sessions import Turn
