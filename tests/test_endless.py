@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fakes import FakeEngine
 from longchat_cli.chat import Conversation
 from longchat_cli.errors import UsageError
 from longchat_cli.evaluation import conversation as talking
+from longchat_cli.evaluation import run as running
 from longchat_cli.evaluation import streameval as streaming
 from longchat_cli.evaluation.journal import Journal
 from longchat_cli.prompt import Prompt
@@ -110,6 +112,7 @@ def test_conversation_is_compared_with_fresh_chats(tokenizer: Tokenizer, tmp_pat
     for total in result["totals"]:
         assert total["answers"] == 3
         assert total["repeated"] > 0.5 > total["repeated_fresh"] == 0
+        assert {"copied", "copied_fresh"} <= total.keys()
         assert math.isclose(total["perplexity"], 512, rel_tol=1e-3)  # every token as likely as any other
     assert result["totals"][-1]["seen"] > result["totals"][0]["seen"]
     assert "fresh" in talking.show(result)
@@ -118,6 +121,35 @@ def test_conversation_is_compared_with_fresh_chats(tokenizer: Tokenizer, tmp_pat
     assert path.read_text() == held
     with pytest.raises(UsageError, match="prompts"):
         talking.conversation(bench(tokenizer), [], Journal(None, {}), lambda done, total: None)
+
+
+def test_measurements_of_other_samplers_are_not_mixed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data, path = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"turns": ["Say it.", "Again."]}) + "\n")
+
+    def measure(penalty: float) -> None:
+        talk = replace(bench(tokenizer), sampling=Sampling(max_tokens=30, repetition_penalty=penalty))
+        subject = running.Subject(len, engine=FakeEngine(tokenizer), talk=talk)
+        running.run("conversation", subject, running.Options(data=(data,), output=path))
+
+    measure(1.1)
+    assert json.loads(path.read_text().splitlines()[0])["repetition_penalty"] == 1.1
+    with pytest.raises(UsageError, match="holds other measurements") as caught:
+        measure(1.2)
+    assert caught.value.why == "it differs in repetition_penalty"
+
+
+def test_copies_are_of_answers_to_other_prompts() -> None:
+    answers = [
+        (0, "one two three four five"),
+        (0, "One two three four"),
+        (1, "two three four five six"),
+        (2, "a"),
+    ]
+    rows = [{"number": number, "answer": answer} for number, answer in answers]
+    assert talking.copied(rows) == [0, 0, 0.5, 0]
+    assert talking.copied([*rows, {"number": 3, "answer": "and one two three four"}])[-1] == 0.5
+    assert talking.copied([]) == []
 
 
 def test_repetition_is_counted_in_phrases() -> None:

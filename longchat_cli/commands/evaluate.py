@@ -14,6 +14,7 @@ from longchat_cli.commands.options import (
     Name,
     Size,
     Sizes,
+    chance_options,
     complete_files,
     method_option,
     model_options,
@@ -39,8 +40,13 @@ from longchat_cli.terminal import Console, Interrupts
     "--overflow", type=Name(["error", "force"]), default="error", show_default=True, help="As for `ask`."
 )
 @click.option("--max-tokens", type=Size(), help="Longest answer. [default: what the task's answers need]")
+@chance_options(temperature=0.0, top_p=1.0, repetition_penalty=1.0)
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="The same seed gives the same questions."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="The same seed gives the same questions, and the same sampling.",
 )
 @click.option("--gold", is_flag=True, help="Ask each question of its planted text alone, too.")
 @click.option("--rank-only", is_flag=True, help="Find passages and write no answers (recall).")
@@ -96,7 +102,8 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     )
     kind = running.find(task)
     most = kind.answer_tokens if params["max_tokens"] is None else params["max_tokens"]
-    request = Request((), None, method, method_options, params["overflow"], Sampling(max_tokens=most))
+    sampling = Sampling(max_tokens=most, **take(params, running.CHANCES))
+    request = Request((), None, method, method_options, params["overflow"], sampling)
     opener = engine_opener(take(params, MODEL), console)
     subject = running.Subject(len, options=_words(method, method_options, params))
     if kind.needs_model:

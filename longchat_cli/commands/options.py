@@ -130,12 +130,9 @@ def method_option(about: str) -> Decorator:
     )
 
 
-def sampling_options(temperature: float, top_p: float, max_tokens: int) -> Decorator:
-    """The samplers, with the defaults of a command."""
+def chance_options(temperature: float, top_p: float, repetition_penalty: float) -> Decorator:
+    """What a next token's chance is, with the defaults of a command."""
     return _stack(
-        click.option(
-            "--max-tokens", type=Size(), default=max_tokens, show_default=True, help="Longest answer."
-        ),
         click.option(
             "--temperature",
             type=float,
@@ -144,9 +141,27 @@ def sampling_options(temperature: float, top_p: float, max_tokens: int) -> Decor
             help="0: the likeliest token.",
         ),
         click.option("--top-p", type=float, default=top_p, show_default=True, help="1: off."),
+        click.option(
+            "--repetition-penalty",
+            type=float,
+            default=repetition_penalty,
+            show_default=True,
+            help="On what the model itself said last; 1: off.",
+        ),
+    )
+
+
+def sampling_options(
+    temperature: float, top_p: float, max_tokens: int, repetition_penalty: float = 1.0
+) -> Decorator:
+    """The samplers, with the defaults of a command."""
+    return _stack(
+        click.option(
+            "--max-tokens", type=Size(), default=max_tokens, show_default=True, help="Longest answer."
+        ),
+        chance_options(temperature, top_p, repetition_penalty),
         click.option("--top-k", type=int, default=0, show_default=True, help="0: off."),
         click.option("--min-p", type=float, default=0.0, show_default=True, help="0: off."),
-        click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="1: off."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at TEXT; repeatable."),
         click.option("--seed", type=int, help="Repeat the same sampling."),
     )

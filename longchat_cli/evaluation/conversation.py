@@ -1,8 +1,8 @@
 """Does a conversation without end stay as good as a fresh one?
 
 Prompts of two turns (MT-bench: Zheng et al., NeurIPS 2023) are put one after the other to one conversation.
-Each answer is compared with the one that a chat of these two turns alone gets: how much it repeats, and its
-perplexity where only these turns are seen, with full attention.
+Each answer is compared with the one that a chat of these two turns alone gets: how much it repeats itself,
+how much of it earlier answers said, and its perplexity where only these turns are seen, with full attention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from longchat_cli.sampling import Sampling
 from longchat_cli.terminal_text import table
 
 GRAM = 4
-"""Tokens of a phrase, when repetition is counted."""
+"""Tokens of a phrase, when repetition is counted; words of one, when copies of other answers are."""
 PARTS = 4
 """The conversation is looked at in so many parts."""
 FRESH = "fresh chats"
@@ -119,12 +119,33 @@ def repeated(ids: Sequence[int]) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
+def copied(rows: Sequence[Row]) -> list[float]:
+    """For each answer the share of its phrases of GRAM words that an answer to an earlier prompt has."""
+    shares = []
+    before: set[tuple[str, ...]] = set()  # of earlier prompts
+    latest: set[tuple[str, ...]] = set()  # of this one, whose turns may well say the same
+    for last, row in zip([None, *rows], rows, strict=False):
+        if last and last["number"] != row["number"]:
+            before, latest = before | latest, set()
+        words = row["answer"].lower().split()
+        phrases = [tuple(words[i : i + GRAM]) for i in range(len(words) - GRAM + 1)]
+        shares.append(sum(phrase in before for phrase in phrases) / max(len(phrases), 1))
+        latest.update(phrases)
+    return shares
+
+
 def totals(rows: Sequence[Row]) -> list[Row]:
-    """For each method and part of the conversation: repetition and perplexity, theirs and of fresh chats."""
+    """For each method and part of the conversation: repetition, copies and perplexity, theirs and of fresh
+    chats."""
     made = []
-    fresh = {(row["number"], row["place"]): row for row in rows if row["method"] == FRESH}
+    alone = [row for row in rows if row["method"] == FRESH]
+    fresh = {
+        (row["number"], row["place"]): {**row, "copied": share}
+        for row, share in zip(alone, copied(alone), strict=True)
+    }
     for method in dict.fromkeys(row["method"] for row in rows if row["method"] != FRESH):
         of = [row for row in rows if row["method"] == method]
+        of = [{**row, "copied": share} for row, share in zip(of, copied(of), strict=True)]
         size = -(-len(of) // PARTS)
         for part in range(0, len(of), size):
             mine = of[part : part + size]
@@ -139,6 +160,8 @@ def totals(rows: Sequence[Row]) -> list[Row]:
                     "recalled": sum(row["recalled"] for row in mine),
                     "repeated": _mean(row["repeated"] for row in mine),
                     "repeated_fresh": _mean(row["repeated"] for row in theirs),
+                    "copied": _mean(row["copied"] for row in mine),
+                    "copied_fresh": _mean(row["copied"] for row in theirs),
                     "perplexity": _perplexity(mine),
                     "perplexity_fresh": _perplexity(theirs),
                 }
@@ -157,13 +180,15 @@ def _perplexity(rows: Sequence[Row]) -> float:
 
 def show(result: dict[str, Any]) -> str:
     """A line for each part of each conversation."""
-    header = ["method, part", "tokens seen", "repeated", "fresh", "perplexity", "fresh", "recalled", "MB"]
+    header = ["method, part", "tokens seen", "repeated", "fresh", "copied", "fresh", "perplexity", "fresh"]
     rows = [
         [
             f"{t['method']}, {t['part']}",
             f"{t['seen']:,}",
             f"{t['repeated']:.1%}",
             f"{t['repeated_fresh']:.1%}",
+            f"{t['copied']:.1%}",
+            f"{t['copied_fresh']:.1%}",
             f"{t['perplexity']:.3f}",
             f"{t['perplexity_fresh']:.3f}",
             str(t["recalled"]),
@@ -171,4 +196,4 @@ def show(result: dict[str, Any]) -> str:
         ]
         for t in result["totals"]
     ]
-    return table(header, rows)
+    return table([*header, "recalled", "MB"], rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from longchat_cli.evaluation.score import grade, interval, rank, reached
 from longchat_cli.evaluation.stream import stream
 from longchat_cli.prose import prose
 
+CHANCES = ("temperature", "top_p", "repetition_penalty", "seed")
+"""Of the samplers, those that a task of a chat takes from its user."""
 Progress = Callable[[int, int], None]
 """Called with (questions or tokens done, in all)."""
 
@@ -246,7 +248,10 @@ def _book(subject: Subject, options: Options, progress: Progress) -> dict[str, A
 def _streameval(wording: str) -> Callable[[Subject, Options, Progress], dict[str, Any]]:
     def work(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
         bench, about = _bench(subject, options)
-        plan = streaming.Plan(options.lengths[0], options.n, options.seed, wording)
+        assert subject.talk is not None
+        chances = {name: getattr(subject.talk.sampling, name) for name in CHANCES}
+        answer = replace(streaming.ANSWER, **chances)
+        plan = streaming.Plan(options.lengths[0], options.n, options.seed, wording, answer)
         shared = {"tokens": plan.tokens, "n": plan.own, "seed": plan.seed, "wording": wording}
         journal = Journal(options.output, {"task": "streameval", **shared, **about})
         return streaming.streameval(bench.converse, plan, journal, progress)
@@ -265,8 +270,9 @@ def _bench(subject: Subject, options: Options) -> tuple[talking.Bench, dict[str,
     assert subject.talk is not None and subject.engine is not None, "this task needs a subject that talks"
     info = subject.engine.info
     about = {"model": info.model, "fingerprint": info.fingerprint, "dtype": info.dtype}
-    most, data = subject.talk.sampling.max_tokens, [path.name for path in options.data]
-    return subject.talk, {**about, "max_tokens": most, "data": data}
+    sampling, data = asdict(subject.talk.sampling), [path.name for path in options.data]
+    told = {name: sampling[name] for name in ("max_tokens", *CHANCES)}
+    return subject.talk, {**about, **told, "data": data}
 
 
 def _repository(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
