@@ -21,6 +21,7 @@ from longchat_cli.errors import BadInput, ContextOverflow, Unavailable, UsageErr
 from longchat_cli.models.memory import free_bytes
 from longchat_cli.pages import Store
 from longchat_cli.prompt import Message, Prompt, Text
+from longchat_cli.recall.passages import asks, with_neighbours
 from longchat_cli.sampling import Sampling
 from longchat_cli.sources import Sources, place, tokens_read
 from longchat_cli.terminal import Console, Interrupts
@@ -611,8 +612,15 @@ class _Session:
         cited = Checker(read).check(said)
         if cited and all(citation.verdict == "verified" for citation in cited):
             return None
+        return self.sources.quote(*self._nearest(found))
+
+    def _nearest(self, found: Sequence[Found]) -> Range:
+        """The nearest sentence of the best passage; one that asks with those beside it, which may answer."""
         best = max(found, key=lambda passage: passage.score)
-        return self.sources.quote(best.document, *best.focus)
+        text, (begin, end) = self.documents[best.document].text, best.focus
+        if asks(text[begin:end]):
+            begin, end = with_neighbours(text, (best.begin, best.end), best.focus)
+        return best.document, begin, end
 
     def _answer(
         self,
@@ -669,8 +677,7 @@ class _Session:
         """
         parts = [self._cut(passage.document, passage.begin, passage.end) for passage in found]
         if found:
-            best = max(found, key=lambda passage: passage.score)
-            parts.append(self._cut(best.document, *best.focus))
+            parts.append(self._cut(*self._nearest(found)))
         spaced = [piece for part in parts for piece in (part, Text("\n\n"))]
         return _labelled(spaced, question)
 

@@ -195,7 +195,7 @@ class Memory:
         return sum(tokens for where, tokens in self._read.values() if where >= recent)
 
     def _least(self, text: str) -> float:
-        from longchat_cli.recall.growing import ASKS
+        from longchat_cli.recall.passages import ASKS
 
         least = ASKING if any(mark in asked(text) for mark in ASKS) else SAYING
         return least * WORDS if self.find == "lexical" else least

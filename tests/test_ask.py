@@ -246,6 +246,16 @@ def test_what_the_passages_do_not_say_is_followed_by_their_nearest_sentence(run:
         assert plain.answers[0].quoted is None and plain.said == plain.answers[0].words
 
 
+def test_a_sentence_that_asks_is_quoted_with_those_beside_it(run: Ask) -> None:
+    asking = Document("book.txt", LONG.text.replace("150 sacks.", "150 sacks?"))
+    done = run("line 150?", documents=[asking])
+    assert done.said.endswith(
+        "> Line 150: the miller counted 150 sacks? Line 151: the miller counted 151 sacks."
+    )
+    shown = done.engine.assembler.show(type(done.engine.render([]))(done.engine.ids))
+    assert shown.count("Line 151:") == 2  # both of it once more in the prompt, too
+
+
 def test_a_quoted_sentence_sends_nothing_to_the_screen(run: Ask) -> None:
     evil = Document("book.txt", LONG.text.replace("150 sacks", "150\n\x1b[2Jsacks"))
     said = run("line 150?", documents=[evil]).said

@@ -27,9 +27,11 @@ from longchat_cli.recall.passages import (
     Passage,
     ReadingPlan,
     around,
+    asks,
     choose,
     merge,
     split_sentences,
+    with_neighbours,
 )
 from longchat_cli.recall.semantic import Encoder
 
@@ -453,3 +455,11 @@ def test_broken_encoders_are_told(encoder_directory: Path, tmp_path: Path) -> No
         (tmp_path / name).write_bytes((encoder_directory / name).read_bytes()[:100])
         with pytest.raises(BadInput):
             Encoder(tmp_path)
+
+
+def test_a_sentence_and_those_beside_it_within_a_range() -> None:
+    text = "He came. “Captain Ahab.” “What! the captain?” “Aye, he.” More."
+    focus = (text.index("“What"), text.index(" “Aye"))
+    assert asks(text[slice(*focus)]) and not asks("“Captain Ahab.”")
+    assert text[slice(*with_neighbours(text, (0, len(text)), focus))] == text[9 : text.index(" More")]
+    assert with_neighbours(text, focus, focus) == focus

@@ -16,9 +16,7 @@ from longchat_cli.pages import Store
 from longchat_cli.recall.find import Finder, Scorer
 from longchat_cli.recall.kept import NOTHING, OffsetTokenizer, Progress, Run, SentenceEncoder, Source, runs
 from longchat_cli.recall.lexical import BM25, K1, B, Lexical, parts, words
-from longchat_cli.recall.passages import Outline
-
-ASKS = ("?", "？", "؟")
+from longchat_cli.recall.passages import Outline, asks
 
 
 class GrowingFinder(Finder):
@@ -78,7 +76,7 @@ def _sentences(outline: Outline) -> list[str]:
 
 def _told(sentences: Sequence[str]) -> np.ndarray:
     """Which of them do not ask, bool."""
-    return np.array([not sentence.rstrip("\"'”’»)").endswith(ASKS) for sentence in sentences], np.bool_)
+    return np.array([not asks(sentence) for sentence in sentences], np.bool_)
 
 
 class GrowingLexical(Lexical):

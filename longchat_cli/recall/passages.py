@@ -16,6 +16,7 @@ import numpy as np
 BLOCK_TOKENS = 64
 LONGEST = 400
 """Characters of the longest sentence; longer ones are cut (about 100 tokens, within the encoder's 128)."""
+ASKS = ("?", "？", "؟")
 
 _STOP = re.compile(r"[.!?…]+['\"”’»)\]]*|[。！？｡]+[」』”’）】》]*")
 _WIDE = "。！？｡"
@@ -192,6 +193,19 @@ def split_sentences(text: str) -> tuple[np.ndarray, np.ndarray]:
             bounds += pieces
             paragraphs += [number] * len(pieces)
     return np.array(bounds, dtype=np.int64).reshape(-1, 2), np.array(paragraphs, dtype=np.int64)
+
+
+def asks(sentence: str) -> bool:
+    """Whether it is a question, in quotation marks or brackets or not."""
+    return sentence.rstrip("\"'”’»)").endswith(ASKS)
+
+
+def with_neighbours(text: str, within: tuple[int, int], focus: tuple[int, int]) -> tuple[int, int]:
+    """The sentence `focus` and the ones before and behind it, all in the range `within` of `text`."""
+    bounds, _ = split_sentences(text[slice(*within)])
+    begins, ends = (bounds + within[0]).T
+    before, behind = begins[begins < focus[0]], ends[ends > focus[1]]
+    return int(before[-1]) if len(before) else focus[0], int(behind[0]) if len(behind) else focus[1]
 
 
 def _paragraphs(text: str) -> Iterator[list[tuple[int, int]]]:
