@@ -51,10 +51,14 @@ uint32_t cut(const std::vector<uint32_t>& keys, int64_t count, Space& space) {
   for (uint32_t key : keys) ++space.counts[key >> (32 - kBits)];
   int bucket = kBuckets - 1;
   for (; space.counts[bucket] < count; --bucket) count -= space.counts[bucket];
-  space.some.clear();
-  for (uint32_t key : keys)
-    if (static_cast<int>(key >> (32 - kBits)) == bucket) space.some.push_back(key);
-  std::nth_element(space.some.begin(), space.some.begin() + count - 1, space.some.end(), std::greater<>());
+  // Written always, counted where it belongs: a branch would be guessed wrongly too often.
+  space.some.resize(keys.size());
+  uint32_t* end = space.some.data();
+  for (uint32_t key : keys) {
+    *end = key;
+    end += static_cast<int>(key >> (32 - kBits)) == bucket;
+  }
+  std::nth_element(space.some.data(), space.some.data() + count - 1, end, std::greater<>());
   return space.some[count - 1];
 }
 
@@ -80,9 +84,15 @@ void rank(const float* scores, int64_t n, int64_t width, int64_t count, int64_t*
   const uint32_t last = cut(keys, count, space);
   int64_t equal = count;  // keys as large as the last one that are taken, the first ones
   for (uint32_t key : keys) equal -= key > last;
-  space.places.clear();
-  for (int64_t i = 0; i < n; ++i)
-    if (keys[i] > last || (keys[i] == last && equal-- > 0)) space.places.push_back(i);
+  space.places.resize(n + 1);
+  int64_t taken = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool same = keys[i] == last;
+    space.places[taken] = i;
+    taken += (keys[i] > last) | (same & (equal > 0));
+    equal -= same;
+  }
+  space.places.resize(count);
   sort(keys, space);
   std::copy(space.places.begin(), space.places.end(), to);
 }
@@ -95,7 +105,7 @@ int longchat_rank(const float* scores, int heads, int64_t n, int64_t width, int6
   longchat::parallel(threads, [&](longchat::Team& team, int) {
     int64_t begin, end;
     try {
-      Space space;
+      thread_local Space space;
       while (team.take(0, heads, 1, &begin, &end)) rank(scores + begin * n, n, width, count, index + begin * count, space);
     } catch (const std::bad_alloc&) {
       enough = false;
