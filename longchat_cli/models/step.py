@@ -51,11 +51,11 @@ class Table:
 
     def settle(self, layers: Sequence[Any], new: Coming, q: Tensor, scale: float) -> None:
         """Tell the layers that the tokens, of queries q [layers, heads, rows, dim], were read."""
-        for row, layer, queries in zip(self.rows, layers, q, strict=True):
+        for index, (row, layer) in enumerate(zip(self.rows, layers, strict=True)):
             layer.seen = new.end
             if row.scores:
                 k, v = row.newest(new.rows)
-                layer.observe(row.scores, Step(queries, k, v, new.first, scale, True))
+                layer.observe(row.scores, Step(q[index], k, v, new.first, scale, True))
 
 
 class _Row:
