@@ -215,6 +215,18 @@ def test_a_book_is_read_once_and_asked_by_new_processes(
     assert not (tmp_path / "cache" / "pages").exists()
 
 
+def test_what_the_book_says_counts_apart_from_the_model(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGCHAT_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "book.txt"
+    path.write_text(prose(12_000, random.Random(0)))
+    words = ["eval", "book", "--data", str(path), "--n", "1", "--model", str(tiny_model()), "--json"]
+    words += ["--method", "recall", "--find", "lexical"]
+    (total,) = json.loads(CliRunner().invoke(cli, words, catch_exceptions=False).stdout)["totals"]
+    assert (total["found"], total["correct"], total["own"]) == (1, 1, 0)  # the model babbles
+
+
 def test_a_book_task_needs_a_book_and_says_what_failed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a book"):
         book(1, 0, (), (), lambda done, total: None)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longchat_cli.ask import QUOTING
 from longchat_cli.config import cache_dir
 from longchat_cli.errors import BadInput, LongchatError, UsageError
 from longchat_cli.evaluation.facts import worded
@@ -40,11 +41,11 @@ class Process:
 def book(n: int, seed: int, data: Sequence[Path], options: Sequence[str], progress: Progress) -> Row:
     """Plant `n` facts in the book of `data`, `ingest` it, `ask` each; `options` go to both commands.
 
-    What is kept of the book is kept in a directory that begins empty. A total: questions right, the passage
-    `found`, those that `reused` the whole reading; what reading took, what a question takes (median), how
-    often that goes into the first one's time (reading and answering), the first token's time from when the
-    model is loaded (median and most). Raises UsageError without a book,
-    BadInput for one without sentences, and as the processes do.
+    What is kept of the book is kept in a directory that begins empty. A total: questions right, those in the
+    model's `own` words, the passage `found`, those that `reused` the whole reading; what reading took, what a
+    question takes (median), how often that goes into the first one's time (reading and answering), the first
+    token's time from when the model is loaded (median and most). Raises UsageError without a book, BadInput
+    for one without sentences, and as the processes do.
     """
     text = load_text(data)
     if text is None:
@@ -103,6 +104,7 @@ def _sample(done: Process, fact: str, question: str, answer: str, depth: float) 
         "depth": depth,
         "answer": got["answer"],
         "correct": contains(got["answer"], [answer]),
+        "own": contains(got["answer"].rpartition(QUOTING)[0] if got["quoted"] else got["answer"], [answer]),
         "found": any(contains(passage["text"], [answer]) for passage in got["passages"]),
         "reused_tokens": got["usage"]["reused_tokens"],
         "document_tokens": got["usage"]["document_tokens"],
@@ -124,6 +126,7 @@ def _total(samples: Sequence[Row], reading: Process, kept: int) -> Row:
         "accuracy": correct / n,
         "low": low,
         "high": high,
+        "own": sum(sample["own"] for sample in samples),
         "found": sum(sample["found"] for sample in samples),
         "reused": sum(sample["reused_tokens"] >= sample["document_tokens"] for sample in samples),
         "kept_bytes": kept,
