@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longchat_cli.attention import method_class
+from longchat_cli.attention import METHODS, method_class
 from longchat_cli.engine import EngineInfo, Piece
 from longchat_cli.kernels import native
 from longchat_cli.local import LocalEngine
@@ -66,6 +66,17 @@ def test_the_answer_is_that_of_plain_decoding(parts: Any, sampling: Sampling) ->
     assert fast.ids == plain.ids
     assert fast.logits is not None and plain.logits is not None
     assert torch.equal(fast.logits, plain.logits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_method_answers_otherwise(parts: Any, method: str) -> None:
+    """Twice from one engine, as a chat does; with restarts in the middle of the answer."""
+    options = {"recompute": {"window": 60, "stride": 16}, "truncate": {"budget": 60}}
+    plain, fast = (engine(parts, method, plain=plain, **options.get(method, {})) for plain in (True, False))
+    for _ in range(2):
+        assert answer(fast, GREEDY) == answer(plain, GREEDY)
+    assert fast.coverage() == plain.coverage()
+    assert isinstance(fast.stepper, Lookup) == method_class(method).exact_rows
 
 
 def test_whoever_stops_listening_leaves_no_trace(parts: Any) -> None:

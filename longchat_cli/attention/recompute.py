@@ -26,6 +26,7 @@ class Recompute(Full):
     unlimited = True
     whole = True
     dense_prompts = False
+    exact_rows = False  # the text, from which it begins anew, is not rewound
     window: int = option(1024, "tokens that a reading sees at most", low=1, budget=1)
     stride: int = option(1, "tokens that a reading serves; 1 as published", low=1)
 

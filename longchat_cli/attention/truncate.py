@@ -22,6 +22,7 @@ class Truncate(Full):
     unlimited = True
     whole = True
     dense_prompts = False
+    exact_rows = False  # the text, from which it begins anew, is not rewound
     budget: int = option(1024, "tokens of a prompt that are read", low=2, budget=1)
 
     def forward(self, run: Run, ids: Tensor, cache: Cache, logits: int) -> Tensor:
