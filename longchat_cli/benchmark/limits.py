@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,11 +94,26 @@ def _count(tensors: Any) -> int:
 
 
 def kept(decoder: Any) -> int:
-    """Bytes of all weights that a decoder keeps, in every form it keeps them in."""
+    """Bytes of all weights that a decoder keeps in memory, in every form it keeps them in.
+
+    Of a memory-mapped form only what was read is in memory.
+    """
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(vars(decoder), set())
     }
-    return sum(storages.values())
+    return sum(present(address, size) for address, size in storages.items())
+
+
+def present(address: int, size: int) -> int:
+    """How many of `size` bytes at an address are in memory; all of them where the system does not say (pagemap(5))."""
+    first, last = address // PAGESIZE, (address + size - 1) // PAGESIZE
+    try:
+        with open("/proc/self/pagemap", "rb") as table:
+            table.seek(first * 8)
+            pages = np.frombuffer(table.read((last - first + 1) * 8), np.uint64)
+    except OSError:
+        return size
+    return min(int((pages >> 63).sum()) * PAGESIZE, size)
 
 
 def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:

@@ -308,8 +308,8 @@ the likeliest chosen each time. Medians of {repeat} runs (least-largest), each i
 longchat's and the other's in turn. *limit* of a decoded token: the weights in the form that serves and the
 visible keys and values, by the rate at which this machine reads a block as large; of a prompt: the FLOPs
 of weights and visible pairs, by the rate of its matrix products. *resident*: memory of the process beyond
-that of importing torch; *of kept*: as a multiple of the weights in all forms kept and the keys and values
-held. *served by*: calls of each attention kernel, for the prompt and for the steps after it."""
+that of importing torch; *of kept*: as a multiple of the weights in all forms in memory and the keys and
+values held. *served by*: calls of each attention kernel, for the prompt and for the steps after it."""
 
 
 def page(result: Mapping[str, Any], command: str) -> str:
