@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from mmap import PAGESIZE
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,10 +106,10 @@ def kept(decoder: Any) -> int:
 
 
 def present(address: int, size: int) -> int:
-    """How many of `size` bytes at an address are in memory; all of them where the system does not say (pagemap(5))."""
+    """How many of `size` bytes at an address are in memory; all where the system does not say (pagemap(5))."""
     first, last = address // PAGESIZE, (address + size - 1) // PAGESIZE
     try:
-        with open("/proc/self/pagemap", "rb") as table:
+        with Path("/proc/self/pagemap").open("rb") as table:
             table.seek(first * 8)
             pages = np.frombuffer(table.read((last - first + 1) * 8), np.uint64)
     except OSError:
