@@ -106,7 +106,7 @@ def kept(decoder: Any) -> int:
 
 
 def present(address: int, size: int) -> int:
-    """How many of `size` bytes at an address are in memory; all where the system does not say (pagemap(5))."""
+    """How many of `size` bytes at an address are in memory; all where no one says (pagemap(5))."""
     first, last = address // PAGESIZE, (address + size - 1) // PAGESIZE
     try:
         with Path("/proc/self/pagemap").open("rb") as table:
