@@ -245,6 +245,8 @@ def test_set_get_show_unset(user: Path, project: Path, monkeypatch: pytest.Monke
         "value": 1024,
         "origin": "default",
     }
+    assert run("config", "get", "chat.repetition-penalty").output == "1.1\n"  # a chat copies itself without
+    assert run("config", "get", "ask.repetition-penalty").output == "1.0\n"
     assert run("config", "unset", "ask.method").exit_code == 0
     assert "method" not in user.read_text()
     assert run("config", "unset", "ask.method").exception
