@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longchat_cli.attention.full import FullLayer
-from longchat_cli.attention.layer import Method, Step, causal, option
+from longchat_cli.attention.layer import Method, Rows, Seen, Step, option, seen_by
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.select import best
 from longchat_cli.kernels import Observe, Span
@@ -49,10 +49,16 @@ class EvictingLayer(FullLayer):
             self.prompt = False
             if len(self.kv) > self.budget:
                 self.evict(self.weigh(new))
-        self.kv.append(new.k, new.v)
-        return causal(self.kv, new, observe=self.watch(new))
+        return super().spans(new)
 
-    def watch(self, new: Step) -> Observe | None:
+    def foreseen(self, new: Rows) -> bool:
+        """All but the eviction after a prompt."""
+        return not self.prompt
+
+    def sees(self, new: Rows) -> list[Seen]:
+        return [seen_by(new, self.kv, observe=self.watch(new))]
+
+    def watch(self, new: Rows) -> Observe | None:
         """The probabilities that `observe` wants of this step."""
         return None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longchat_cli.attention.evict import Evicting, EvictingLayer
-from longchat_cli.attention.layer import Step, joined
+from longchat_cli.attention.layer import Rows, Step, joined
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Observe
 
@@ -35,7 +35,7 @@ class H2OLayer(EvictingLayer):
         self.newest = method.budget // 2
         self.mass: Tensor | None = None  # attention each entry has had, [KV heads, entries]
 
-    def watch(self, new: Step) -> Observe:
+    def watch(self, new: Rows) -> Observe:
         return Observe("sum", "sum")
 
     def observe(self, scores: Sequence[Tensor | None], new: Step) -> None:

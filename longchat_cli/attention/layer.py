@@ -31,6 +31,7 @@ class Rows:
     """
 
     first: int
+    decoding: bool
 
     @property
     def rows(self) -> int:
@@ -48,6 +49,8 @@ class Rows:
 
 class Coming(Rows):
     """Tokens to be decoded on a CPU, whose queries, keys and values come later."""
+
+    decoding = True
 
     def __init__(self, first: int, rows: int) -> None:
         self.first, self._rows = first, rows

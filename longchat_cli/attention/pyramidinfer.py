@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longchat_cli.attention.layer import Layer, Method, Step, at_most, option
+from longchat_cli.attention.buffer import Buffer
+from longchat_cli.attention.layer import Layer, Method, Rows, Seen, Step, at_most, option
 from longchat_cli.attention.probabilities import probabilities
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Bound, Span
@@ -85,7 +86,20 @@ class PyramidInferLayer(Layer):
             self.seen = self.before.seen  # dropped rows have been read, too
         return out
 
+    def foreseen(self, new: Rows) -> bool:
+        return True  # what is decoded stays in every layer
+
+    def joins(self, new: Rows) -> list[Buffer]:
+        return [self.kv]
+
+    def sees(self, new: Rows) -> list[Seen]:
+        """Of tokens decoded: everything, by how many there are, since positions have gaps."""
+        end = self.kv.end
+        return [Seen(self.kv, self.kv.first, end if new.rows == 1 else torch.arange(end - new.rows, end) + 1)]
+
     def spans(self, new: Step) -> list[Span]:
+        if new.decoding:
+            return super().spans(new)
         reached = None
         if self.before is not None:
             reached, self.before.passed, self.before.onward = self.before.passed, None, None
@@ -115,7 +129,7 @@ class PyramidInferLayer(Layer):
         context = max(new.rows - recent, 0)
         count = int(context * self.share)
         self.passed, self.onward = reached, None
-        if new.decoding or count >= context or count <= self.method.least:
+        if count >= context or count <= self.method.least:
             return
         scores = self._scores(new, recent)
         scores[rows[:context] + new.first < self.method.sinks] = torch.inf

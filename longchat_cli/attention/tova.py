@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longchat_cli.attention.evict import Evicting, EvictingLayer
-from longchat_cli.attention.layer import Step, joined, option
+from longchat_cli.attention.layer import Rows, Step, joined, option
 from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.select import observed
 from longchat_cli.kernels import Observe
@@ -34,7 +34,7 @@ class TOVA(Evicting):
 class TOVALayer(EvictingLayer):
     window = 1
 
-    def watch(self, new: Step) -> Observe | None:
+    def watch(self, new: Rows) -> Observe | None:
         return LAST if new.decoding else None
 
     def observe(self, scores: Sequence[Tensor | None], new: Step) -> None:
