@@ -26,6 +26,7 @@ from longchat_cli.errors import ContextOverflow
 from longchat_cli.kernels import native
 from longchat_cli.models import lookup
 from longchat_cli.models.lookup import Lookup
+from longchat_cli.models.memory import give_back
 from longchat_cli.models.static import StaticStep
 from longchat_cli.pages import PAGE, Store
 from longchat_cli.prefix import Prefix
@@ -138,6 +139,8 @@ class LocalEngine:
             done += len(part)
             if progress:
                 progress(done, len(ids))
+        if done > self.chunk:
+            give_back()
         return done
 
     def read(
