@@ -204,6 +204,7 @@ def test_every_method_decodes(pair: tuple[Any, LeanDecoder], method: str) -> Non
 
 FORESEEN = {"full", "window", "sink", "lm-infinite", "recycled", "sink++"}
 FORESEEN |= {"truncate", "recompute", "minference", "recall"}  # full attention, once read
+FORESEEN |= {"cca"}  # between the ends of groups
 FORESEEN |= {"snapkv", "pyramidkv", "keydiff", "h2o", "tova", "pyramidinfer"}  # once a prompt is evicted
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.buffer import Buffer, KVBuffer
 from longchat_cli.attention.layer import (
     Layer,
     Method,
+    Rows,
+    Seen,
     Step,
     at_least,
     at_most,
-    causal,
     each_row,
     option,
+    seen_by,
 )
 from longchat_cli.attention.rope import Rope
 from longchat_cli.kernels import Bound, Span
@@ -61,19 +63,30 @@ class CCALayer(Layer):
         # Groups made of sinks alone have no core.
         self.cores = self.buffer(method.sinks // method.group)
 
-    def spans(self, new: Step) -> list[Span]:
+    def joins(self, new: Rows) -> list[Buffer]:
         self.raw.drop_before(self._pooled(new.first) * self.method.group)
-        self.raw.append(new.k, new.v)
+        return [self.raw]
+
+    def sees(self, new: Rows) -> list[Seen]:
+        pooled: Bound = each_row(new, self._pooled)
+        outside = pooled * self.method.group
+        seen = [seen_by(new, self.raw, outside)]
+        if len(self.cores):
+            seen.append(Seen(self.cores, self.cores.first, at_least(pooled, self.cores.first)))
+        if len(self.head):
+            seen.append(Seen(self.head, self.head.first, at_most(outside, len(self.head))))
+        return seen
+
+    def foreseen(self, new: Rows) -> bool:
+        """Where no group ends: the query that weighs it must be known."""
+        return len(self.head) == self.method.sinks and not self._ending(new)
+
+    def spans(self, new: Step) -> list[Span]:
+        for buffer in self.joins(new):
+            buffer.append(new.k, new.v)
         self.head.fill(self.method.sinks, new.k, new.v)
         self._form_cores(new)
-        pooled: Bound = each_row(new, self._pooled)
-        spans = causal(self.raw, new, pooled * self.method.group)
-        for k, v, first in self.cores.parts():
-            spans.append(Span(k, v, 0, at_most(at_least(pooled - first, 0), k.shape[1])))
-        if len(self.head):
-            outside = at_most(pooled * self.method.group, len(self.head))
-            spans.append(Span(self.head.k, self.head.v, 0, outside))
-        return spans
+        return [span for seen in self.sees(new) for span in seen.spans()]
 
     def visible(self) -> int:
         return self.seen
@@ -82,12 +95,16 @@ class CCALayer(Layer):
         """Groups that a query at `position` sees as cores: floor((t - s) / g) for t = position + 1."""
         return at_least((position + 1 - self.method.local) // self.method.group, 0)
 
+    def _ending(self, new: Rows) -> range:
+        """The groups whose last token is among the new ones."""
+        return range(max(new.first // self.method.group, self.cores.end), new.end // self.method.group)
+
     def _form_cores(self, new: Step) -> None:
-        """Pool every group whose last token is among the new ones; its query is at hand now only."""
-        g = self.method.group
-        low, high = max(new.first // g, self.cores.end), new.end // g
-        if low >= high:
+        """Pool every group that ends; its query is at hand now only."""
+        ending, g = self._ending(new), self.method.group
+        if not ending:
             return
+        low, high = ending.start, ending.stop
         k, v = self.raw.between(low * g, high * g)
         queries = new.q[:, low * g + g - 1 - new.first :: g][:, : high - low]
         left_out = max(self.method.sinks - low * g, 0)
