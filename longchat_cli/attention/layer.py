@@ -391,7 +391,8 @@ def causal(buffer: Buffer, new: Rows, start: Bound = 0, observe: Observe | None 
 
 def joined(scores: Sequence[Tensor | None]) -> Tensor:
     """The scores of the spans that asked, [KV heads, their keys]."""
-    return torch.cat([score for score in scores if score is not None], dim=-1)
+    given = [score for score in scores if score is not None]
+    return given[0] if len(given) == 1 else torch.cat(given, dim=-1)
 
 
 class Cache:
