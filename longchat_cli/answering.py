@@ -16,7 +16,7 @@ def answer(
     engine: Engine,
     sampling: Sampling,
     think: int | None = None,
-    said: Sequence[int] = (),
+    said: Sequence[Sequence[int]] = (),
     cancel: Callable[[], bool] | None = None,
 ) -> Iterator[Piece]:
     """Generate behind what `engine` has read: pieces of thoughts, `think` tokens of them at most, and of the
@@ -25,6 +25,9 @@ def answer(
     if thinking is None:
         yield from engine.generate(_within_room(engine, sampling), cancel, said)
         return
+    # What thoughts begin and end with is said again each time.
+    said = [[id for id in ids if id not in (thinking.begin, thinking.end)] for ids in said]
+    sampling = replace(sampling, start_penalty=0)
     thoughts, most = Thoughts(thinking), think
     if thinking.dropped and thinking.opened:  # which no earlier turn has: it is not part of the user's
         yield _put(engine, thinking.opened)

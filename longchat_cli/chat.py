@@ -288,9 +288,9 @@ class Conversation:
             self.engine.prefill(answer.ids)
         self._keep()
 
-    def _said(self) -> list[int]:
+    def _said(self) -> list[Sequence[int]]:
         """The tokens of the answers before this one, as far as any sampler looks back."""
-        return [id for turn in self.turns[1:-1:2][-SAID:] for id in turn.ids]
+        return [turn.ids for turn in self.turns[1:-1:2][-SAID:]]
 
     def _take(self, answer: Turn, piece: Piece, stays: bool) -> None:
         """Add a piece to the answer; `stays`: its tokens are not taken back."""

@@ -128,11 +128,14 @@ class Engine(Protocol):
         """
 
     def generate(
-        self, sampling: Sampling, cancel: Callable[[], bool] | None = None, said: Sequence[int] = ()
+        self,
+        sampling: Sampling,
+        cancel: Callable[[], bool] | None = None,
+        said: Sequence[Sequence[int]] = (),
     ) -> Iterator[Piece]:
         """Stream an answer; the state always holds whole tokens and agrees with what was yielded.
 
-        `said`: tokens of earlier answers, which the repetition penalty looks at, too.
+        `said`: the tokens of earlier answers, which the penalties look at, too.
         """
 
     def coverage(self) -> Coverage: ...

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +48,8 @@ COLDEST = 1e-30
 PENALTY_SPAN = 256
 """The repetition penalty looks at the last tokens that the model wrote, this many: not at what it read, which
 it may have to quote, nor at the template's, without which no answer would end."""
+START, STARTS = 3, 16
+"""The start penalty looks at the first tokens, this many, of the last answers, this many."""
 
 
 class Decoder(Protocol):
@@ -208,12 +210,16 @@ class LocalEngine:
             self._trail = longer, self.cache.snapshot()
 
     def generate(
-        self, sampling: Sampling, cancel: Callable[[], bool] | None = None, said: Sequence[int] = ()
+        self,
+        sampling: Sampling,
+        cancel: Callable[[], bool] | None = None,
+        said: Sequence[Sequence[int]] = (),
     ) -> Iterator[Piece]:
         generator = torch.Generator().manual_seed(sampling.seed) if sampling.seed is not None else None
         constraint = Constraint(sampling.schema, self.tokenizer) if sampling.schema else None
         decoder, matcher = self.tokenizer.decoder(), StopMatcher((*sampling.stop, *self.assembler.stops))
-        recent = deque(said, PENALTY_SPAN)
+        recent = deque(chain.from_iterable(said), PENALTY_SPAN)
+        starts = zip_longest(*(ids[:START] for ids in said[-STARTS:]))
         for count in range(sampling.max_tokens + 1):
             if count == sampling.max_tokens or (cancel and cancel()):
                 # Bytes of a character that is not complete yet are left out.
@@ -221,7 +227,8 @@ class LocalEngine:
                 return
             assert self.logits is not None, "generate needs a prefilled prompt"
             logits = constraint.allow(self.logits) if constraint else self.logits
-            token, logprob = choose(logits, sampling, recent, generator)
+            begun = [id for id in next(starts, ()) if id is not None]
+            token, logprob = choose(logits, sampling, recent, generator, begun)
             if token in self.tokenizer.eos_ids:
                 tail, _ = matcher.feed(decoder.flush())
                 yield Piece(tail + matcher.flush(), stop="eos")
@@ -331,11 +338,16 @@ class LocalEngine:
 
 
 def choose(
-    logits: Tensor, sampling: Sampling, recent: Collection[int], generator: torch.Generator | None = None
+    logits: Tensor,
+    sampling: Sampling,
+    recent: Collection[int],
+    generator: torch.Generator | None = None,
+    begun: Sequence[int] = (),
 ) -> tuple[int, float]:
     """The next token and its log-probability under the model, from logits float32 [vocab].
 
     The repetition penalty is that of CTRL (Keskar et al., 2019), section 4.1, with what was `recent`ly said.
+    The start penalty, ours, is taken off once for each time that a token is in `begun`.
     """
     logits = logits.detach().to("cpu", torch.float32)
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -344,6 +356,9 @@ def choose(
         held = logits[index]
         scaled = torch.where(held > 0, held / sampling.repetition_penalty, held * sampling.repetition_penalty)
         logits = logits.index_put((index,), scaled)
+    if sampling.start_penalty and begun:
+        taken = torch.full((len(begun),), -sampling.start_penalty)
+        logits = logits.index_put((torch.tensor(begun),), taken, accumulate=True)
     if sampling.temperature < COLDEST:
         token = int(logits.argmax())
         return token, float(logprobs[token])

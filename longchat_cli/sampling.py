@@ -10,7 +10,8 @@ from longchat_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy when `temperature` is 0. `top_p`, `top_k` and `min_p` are off at 1, 0 and 0.
+    """Greedy when `temperature` is 0. `top_p`, `top_k` and `min_p` are off at 1, 0 and 0. `start_penalty` is
+    what a token's logit loses for each earlier answer that began with it, at the same place.
 
     `max_tokens` bounds the answer; `stop` strings end it and are not printed. With a `schema` (the text of a
     JSON Schema, from `constrain.read_schema`) only JSON that it allows is written.
@@ -21,6 +22,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    start_penalty: float = 0.0
     seed: int | None = None
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class Sampling:
         # Beyond these, logits leave float32.
         penalty = self.repetition_penalty
         _require(0.01 <= penalty <= 100, "--repetition-penalty", penalty, "from 0.01 to 100")
+        _require(0 <= self.start_penalty <= 100, "--start-penalty", self.start_penalty, "from 0 to 100")
         _require(self.seed is None or 0 <= self.seed < 1 << 64, "--seed", self.seed, "from 0 to 2^64 - 1")
         _require(0 < self.max_tokens <= 10**9, "--max-tokens", self.max_tokens, "from 1 to 1,000,000,000")
 

@@ -60,11 +60,11 @@ def test_turns_are_appended_and_agree_with_the_transcript(engine: FakeEngine, sy
 def test_a_sampler_is_told_what_earlier_answers_said(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[int]] = []
+    told: list[list[list[int]]] = []
     generate = engine.generate
 
-    def listening(sampling: Sampling, cancel: object = None, said: Sequence[int] = ()) -> object:
-        told.append(list(said))
+    def listening(sampling: Sampling, cancel: object = None, said: Sequence[Sequence[int]] = ()) -> object:
+        told.append([list(ids) for ids in said])
         return generate(sampling)
 
     monkeypatch.setattr(engine, "generate", listening)
@@ -74,7 +74,7 @@ def test_a_sampler_is_told_what_earlier_answers_said(
         say(conversation, text)
     list(conversation.retry(SAMPLING))
     first, second = (list(turn.ids) for turn in conversation.turns[1:4:2])
-    assert told == [[], first, [*first, *second], [*first, *second]]
+    assert told == [[], [first], [first, second], [first, second]]
 
 
 def test_cancelled_prefill_leaves_no_trace(engine: FakeEngine) -> None:

@@ -387,17 +387,42 @@ def test_the_repetition_penalty_looks_at_what_the_model_wrote(engine, monkeypatc
     """Neither at the prompt nor at its template, so that both can be quoted and ended; at earlier answers."""
     seen = []
 
-    def looking(logits, sampling, recent, generator):
+    def looking(logits, sampling, recent, generator, begun):
         seen.append(list(recent))
-        return choose(logits, sampling, recent, generator)
+        return choose(logits, sampling, recent, generator, begun)
 
     monkeypatch.setattr("longchat_cli.local.choose", looking)
     engine.prefill([5, 6, 7] * 100)
-    written = answer(list(engine.generate(Sampling(max_tokens=6, repetition_penalty=1.3), said=[8, 9])))[1]
+    sampling = Sampling(max_tokens=6, repetition_penalty=1.3)
+    written = answer(list(engine.generate(sampling, said=[[8], [9]])))[1]
     assert seen[0] == [8, 9] and seen[-1] == [8, 9, *written[: len(seen) - 1]]
     seen.clear()
-    list(engine.generate(Sampling(max_tokens=2, repetition_penalty=1.3), said=range(400)))
+    list(engine.generate(sampling, said=[range(200), range(200, 400)]))
     assert seen[0] == list(range(400 - 256, 400)), "it is flat in time"
+
+
+def test_start_penalty():
+    assert choose(LOGITS, Sampling(start_penalty=0.4), [], None, [5])[0] == 5
+    token, logprob = choose(LOGITS, Sampling(start_penalty=0.4), [], None, [5, 3, 5])
+    assert (token, logprob) == (6, pytest.approx(float(LOGITS.log_softmax(-1)[6])))
+    assert choose(LOGITS, Sampling(), [], None, [5, 5])[0] == 5, "off"
+
+
+def test_answers_do_not_begin_as_the_last_ones_did(engine):
+    """Token for token at the same place, in the first three and of the last sixteen answers."""
+    prompt = prompt_of(engine)
+
+    def begin(said, penalty=30.0):
+        engine.reset()
+        engine.prefill(prompt)
+        return answer(list(engine.generate(Sampling(max_tokens=5, start_penalty=penalty), said=said)))[1]
+
+    plain = begin([])
+    assert begin([plain], 0.0) == plain
+    other = begin([plain])
+    assert all(a != b for a, b in zip(plain[:3], other[:3], strict=True))
+    assert begin([[*other[:3], *plain]]) == plain, "further on it may be said"
+    assert begin([plain, *[[]] * 16]) == plain, "it is long ago"
 
 
 def test_seeds(engine):

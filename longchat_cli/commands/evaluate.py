@@ -40,7 +40,7 @@ from longchat_cli.terminal import Console, Interrupts
     "--overflow", type=Name(["error", "force"]), default="error", show_default=True, help="As for `ask`."
 )
 @click.option("--max-tokens", type=Size(), help="Longest answer. [default: what the task's answers need]")
-@chance_options(temperature=0.0, top_p=1.0, repetition_penalty=1.0)
+@chance_options(temperature=0.0, top_p=1.0, repetition_penalty=1.0, start_penalty=0.0)
 @click.option(
     "--seed",
     type=int,

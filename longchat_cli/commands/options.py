@@ -130,7 +130,9 @@ def method_option(about: str) -> Decorator:
     )
 
 
-def chance_options(temperature: float, top_p: float, repetition_penalty: float) -> Decorator:
+def chance_options(
+    temperature: float, top_p: float, repetition_penalty: float, start_penalty: float
+) -> Decorator:
     """What a next token's chance is, with the defaults of a command."""
     return _stack(
         click.option(
@@ -148,18 +150,29 @@ def chance_options(temperature: float, top_p: float, repetition_penalty: float) 
             show_default=True,
             help="On what the model itself said last; 1: off.",
         ),
+        click.option(
+            "--start-penalty",
+            type=float,
+            default=start_penalty,
+            show_default=True,
+            help="On beginning as earlier answers of the chat did; 0: off.",
+        ),
     )
 
 
 def sampling_options(
-    temperature: float, top_p: float, max_tokens: int, repetition_penalty: float = 1.0
+    temperature: float,
+    top_p: float,
+    max_tokens: int,
+    repetition_penalty: float = 1.0,
+    start_penalty: float = 0.0,
 ) -> Decorator:
     """The samplers, with the defaults of a command."""
     return _stack(
         click.option(
             "--max-tokens", type=Size(), default=max_tokens, show_default=True, help="Longest answer."
         ),
-        chance_options(temperature, top_p, repetition_penalty),
+        chance_options(temperature, top_p, repetition_penalty, start_penalty),
         click.option("--top-k", type=int, default=0, show_default=True, help="0: off."),
         click.option("--min-p", type=float, default=0.0, show_default=True, help="0: off."),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at TEXT; repeatable."),
@@ -210,7 +223,10 @@ log_option = click.option("--no-log", is_flag=True, help="Keep no copy of the an
 estimate_option = click.option(
     "--estimate", is_flag=True, help="Say what reading will cost in time, memory and disk, and end there."
 )
-SAMPLERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
+SAMPLERS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "start_penalty"),
+    *("stop", "seed"),
+)
 MODEL = ("model", "device", "dtype", "quantize", "kernel", "compile")
 
 

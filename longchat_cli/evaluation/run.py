@@ -25,7 +25,7 @@ from longchat_cli.evaluation.score import grade, interval, rank, reached
 from longchat_cli.evaluation.stream import stream
 from longchat_cli.prose import prose
 
-CHANCES = ("temperature", "top_p", "repetition_penalty", "seed")
+CHANCES = ("temperature", "top_p", "repetition_penalty", "start_penalty", "seed")
 """Of the samplers, those that a task of a chat takes from its user."""
 Progress = Callable[[int, int], None]
 """Called with (questions or tokens done, in all)."""

@@ -21,6 +21,7 @@ _SAMPLERS: dict[str, Callable[[str], Any]] = {
     "top-k": int,
     "min-p": float,
     "repetition-penalty": float,
+    "start-penalty": float,
     "seed": lambda text: None if text == "off" else int(text),
 }
 _WORDS = {"keys": ("emacs", "vi"), "markdown": ("on", "off")}
