@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,27 @@ def test_a_template_that_keeps_thoughts_keeps_them(talk: Talk) -> None:
     assert (conversation.turns[-1].thoughts, conversation.turns[-1].text) == ("hm", "Yes.")
     assert {thinking.begin, thinking.end} <= set(conversation.turns[-1].ids)
     assert agrees(conversation)
+
+
+def test_what_thoughts_begin_and_end_with_is_under_no_penalty(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = talk(KEEPS, *[f"<think>hm</think>Yes.{END}"] * 2)
+    scripted, seen = local.choose, []
+
+    def looking(logits: object, sampling: Sampling, recent: Sequence[int], *rest: Any) -> tuple[int, float]:
+        seen.append((sampling.start_penalty, list(recent)))
+        return scripted(logits, sampling, recent, *rest)
+
+    monkeypatch.setattr(local, "choose", looking)
+    for _ in range(2):
+        list(conversation.send("why?", Sampling(max_tokens=99, start_penalty=5.0)))
+    thinking = conversation.engine.thinking
+    assert thinking and {penalty for penalty, _ in seen} == {0}
+    assert seen[len(seen) // 2][1] == [
+        *conversation.engine.encode("hm"),
+        *conversation.engine.encode("Yes."),
+    ], "what the second answer begins with"
 
 
 @pytest.mark.parametrize("template", [QWEN3, R1, KEEPS], ids=["qwen3", "r1", "keeps"])
