@@ -48,6 +48,7 @@ MIXED = {
     "token_embd": Type.Q4_0,
     "output": Type.Q5_1,
 }
+PROMPTS = "prompts: " + ("native library (amx)" if native.has_tiles() else "torch on bfloat16 weights")
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 
 
@@ -117,7 +118,7 @@ def test_a_file_of_many_types(
     ready = load.find(str(path), silent)
     decoder = load.load_decoder(ready, "cpu")
     assert isinstance(decoder, LeanDecoder) and isinstance(decoder.products, served.NativeProducts)
-    assert decoder.notes == (f"decoding: native library ({native.isa()}) on low-bit tiles",)
+    assert decoder.notes == (f"decoding: native library ({native.isa()}) on low-bit tiles", PROMPTS)
     assert [part.bits for part in decoder.products.blocks[0].qkv] == [4, 8, 0]
     wanted = run(exact(path, ready.path), ids := tokens(), 20)
     found = run(decoder, ids, 20)
@@ -135,7 +136,7 @@ def test_a_file_of_many_types(
 def test_bfloat16_weights(tiny_model: Callable[..., Path], arch: str) -> None:
     ready = load.find(str(tiny_model(arch)), silent)
     decoder, wanted = load.load_decoder(ready, "cpu"), load.load_decoder(ready, "cpu", "float32")
-    assert decoder.notes == (f"decoding: native library ({native.isa()}) on bfloat16 weights",)
+    assert decoder.notes == (f"decoding: native library ({native.isa()}) on bfloat16 weights", PROMPTS)
     assert wanted.notes == ("decoding: torch, not the native library: dtype torch.float32",)
     assert distance(run(decoder, tokens(), 20), run(wanted, tokens(), 20)) <= 0.05
 

@@ -51,7 +51,8 @@ def serve(decoder: lean.LeanDecoder, path: Path, fingerprint: str, say: Say = to
         if difference <= DIFFERS:
             decoder.products = products
             bits = "low-bit tiles" if products.tiles else "bfloat16 weights"
-            decoder.notes = (f"decoding: native library ({native.isa()}) on {bits}",)
+            prompts = "native library (amx)" if products.tiled_rows else "torch on bfloat16 weights"
+            decoder.notes = f"decoding: native library ({native.isa()}) on {bits}", f"prompts: {prompts}"
             return
         reason = f"its results differ from torch's by {difference:.2f}"
         say(f"the native library is not used: {reason}; torch decodes, more slowly")
