@@ -269,7 +269,7 @@ tile_instructions = pytest.mark.skipif(
 
 
 @tile_instructions
-@pytest.mark.parametrize("rows", [32, 33, 63, 64, 100, 200])
+@pytest.mark.parametrize("rows", [9, 31, 32, 33, 63, 64, 100, 200])
 def test_many_rows_by_tile_instructions(rows):
     rng = random.Random(rows)
     served = 0

@@ -28,8 +28,6 @@ ABI = 8
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
-MANY = 32
-"""From so many rows on tile instructions are worth laying out the keys for them."""
 WIDEST, MOST_SPANS = 512, 6
 TILE = 16
 """Rows of weights that lie interleaved."""
@@ -272,7 +270,7 @@ def accepts_few(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: 
 
 def accepts_many(q: Tensor, spans: Sequence[Span], softcap: float | None, sinks: Tensor | None) -> str | None:
     """As `accepts`, where the library has tile instructions for many rows."""
-    if q.shape[1] < MANY:
+    if q.shape[1] <= ROWS:
         return "few rows"
     if any(span.index is not None or span.observe is not None for span in spans):
         return "listed keys, or probabilities asked for"
