@@ -218,22 +218,6 @@ def test_gather_reads_what_the_buffer_holds(kind, dropped):
         assert torch.allclose(found, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("looked_at", [True, False])
-def test_gathering_into_a_buffer_spares_its_memory_unless_a_copy_looks_at_it(looked_at):
-    k, v = noise(500)
-    buffer = KVBuffer()
-    buffer.append(k, v)
-    before = buffer.gather(torch.arange(170).expand(2, -1))
-    mark = before.copy() if looked_at else None
-    memory = before.tensors()[0].data_ptr()
-    gathered = buffer.gather(torch.arange(300, 470).expand(2, -1), before)
-    assert torch.equal(gathered.k, k[:, 300:470]) and torch.equal(gathered.v, v[:, 300:470])
-    assert gathered.end == buffer.end and not (mark and gathered.extends(mark))
-    assert (gathered.tensors()[0].data_ptr() == memory) is not looked_at
-    if mark:
-        assert torch.equal(mark.k, k[:, :170]) and torch.equal(mark.v, v[:, :170])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_taking_over_and_over_does_not_wear_entries_out(kind, dtype):

@@ -77,11 +77,6 @@ class Storage:
         """Forget what stands at the absolute `index` and behind."""
         self.end = max(min(self.end, index), self.first)
 
-    def clear(self, first: int) -> None:
-        """Forget everything but the memory; what comes next has the absolute index `first`."""
-        self.first = self.end = first
-        self._offset, self._origin = 0, object()
-
     def tensors(self) -> list[Tensor]:
         return list(self._tensors)
 
@@ -157,11 +152,8 @@ class Buffer:
         """
         raise NotImplementedError
 
-    def gather(self, index: Tensor, into: KVBuffer | None = None) -> KVBuffer:
-        """A plain buffer of the entries at index int64 [heads, n] from the front, up to the same end.
-
-        `into`: one that is given up for it, whose memory is written again where no copy looks at it.
-        """
+    def gather(self, index: Tensor) -> KVBuffer:
+        """A plain buffer of the entries at index int64 [heads, n] from the front, up to the same end."""
         raise NotImplementedError
 
     def take(self, index: Tensor) -> Buffer:
@@ -231,10 +223,9 @@ class KVBuffer(Storage, Buffer):
     def parts(self) -> list[tuple[Keys, Keys, int]]:
         return [(self.k, self.v, self.first)] if len(self) else []
 
-    def gather(self, index: Tensor, into: KVBuffer | None = None) -> KVBuffer:
+    def gather(self, index: Tensor) -> KVBuffer:
         kept = self.live()
-        taken = into or KVBuffer(stored=self.stored, dtype=self.dtype)
-        taken.clear(self.end - index.shape[1])
+        taken = KVBuffer(self.end - index.shape[1], self.stored, self.dtype)
         taken.reserve(index.shape[1], kept)
         for x, to in zip(kept, taken.live(), strict=True):
             native.gather(x, index, to)
@@ -298,15 +289,14 @@ class PackedBuffer(Buffer):
         older = [(*self._packed(), self._start + self._runs.first * RUN)] if len(self._runs) else []
         return [*older, *self._recent.parts()]
 
-    def gather(self, index: Tensor, into: KVBuffer | None = None) -> KVBuffer:
+    def gather(self, index: Tensor) -> KVBuffer:
         older = len(self._runs) * RUN
         index = index + (self.first - self.parts()[0][2])
         if not older:
-            return self._recent.gather(index, into)
+            return self._recent.gather(index)
         is_old, at = (index < older).unsqueeze(-1), (index - older).clamp(min=0)
         pairs = zip(self._packed(), (self._recent.k, self._recent.v), strict=True)
-        taken = into or KVBuffer()
-        taken.clear(self.end - index.shape[1])
+        taken = KVBuffer(self.end - index.shape[1])
         # Where an entry is not old, the last old one stands in.
         taken.append(
             *(

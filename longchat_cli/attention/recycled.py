@@ -94,4 +94,4 @@ class RecycledLayer(RefreshLayer):
         """Fill the small cache with the highest weights [KV heads, keys], in ascending order."""
         self.count = self.method.keep or max(weights.shape[-1] // self.method.fraction, 1)
         top = ranked(weights, self.count, self.method.pool).flip(-1)
-        self.small = self.kv.gather(top, self.small)
+        self.small = self.kv.gather(top)
