@@ -98,6 +98,7 @@ class Conversation:
         """Tokens that `begin` or `rebuild` found in the store."""
         self.added: list[Document] = []
         """What the next user's turn carries in front of its words."""
+        self._quotes = False  # the next answer is from a passage that was read again
         self._marks: dict[int, Any] = {}  # engine marks by stream position, of the last exchanges
 
     def open(self, progress: Progress | None = None, cancel: Cancel | None = None) -> bool:
@@ -270,6 +271,8 @@ class Conversation:
             return
         if documents is None:
             self.added = []
+        if self._quotes:  # what was read again is to be said again
+            sampling = replace(sampling, repetition_penalty=1.0, start_penalty=0.0)
         answer, thinking = self.turns[-1], self.engine.thinking
         mark = self.engine.snapshot() if thinking and thinking.dropped else None
         thought = False
@@ -322,7 +325,9 @@ class Conversation:
             if done and keep < len(self.turns):
                 done = self._go_back(self.turns[:keep], progress, cancel)
             if done:
-                user = self._user_turn(text, documents, self._recall(text, progress, cancel))
+                recalled = self._recall(text, progress, cancel)
+                self._quotes = bool(recalled.passages)
+                user = self._user_turn(text, documents, recalled)
                 answering.require_room(self.engine, len(user.ids))
                 self._keep()
                 self._mark()

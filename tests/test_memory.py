@@ -119,6 +119,24 @@ def test_what_is_forgotten_is_read_again(chat: Conversation) -> None:
     assert told.endswith("from turn 1")
 
 
+def test_answers_from_passages_are_under_no_penalty(chat: Conversation) -> None:
+    seen: list[tuple[float, float]] = []
+    generate = chat.engine.generate
+
+    def listening(sampling: Sampling, *rest: object) -> object:
+        seen.append((sampling.repetition_penalty, sampling.start_penalty))
+        return generate(sampling)
+
+    chat.engine.generate = listening  # type: ignore[method-assign, assignment]
+    say(chat, "My sister keeps bees near Lisbon.")
+    fill(chat)
+    sampling = Sampling(max_tokens=9, repetition_penalty=1.1, start_penalty=0.5)
+    seen.clear()
+    for text in ("Who keeps bees near Lisbon?", "Thank you."):
+        list(chat.send(text, sampling))
+    assert seen == [(1.0, 0.0), (1.1, 0.5)]
+
+
 def test_tokens_are_read_once_and_appended(chat: Conversation) -> None:
     engine = chat.engine
     assert isinstance(engine, Forgetful)
