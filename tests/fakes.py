@@ -36,7 +36,9 @@ class FakeEngine:
     ) -> None:
         self.tokenizer, self.assembler = tokenizer, Assembler(tokenizer)
         self.options, self.delay = dict(options or {}), delay
-        self.info = EngineInfo("fake", window, method, "cpu", "float32", "0", options=self.options)
+        known = {"find": "lexical", "passages": 0, "sinks": 4} if method == "recall" else {}
+        told = {**known, **self.options}
+        self.info = EngineInfo("fake", window, method, "cpu", "float32", "0", options=told)
         self.ids: list[int] = []
         self.prefilled = 0
         self.failure: Exception | None = None
@@ -89,7 +91,7 @@ class FakeEngine:
         pass
 
     def generate(
-        self, sampling: Sampling, cancel: Callable[[], bool] | None = None, said: Sequence[int] = ()
+        self, sampling: Sampling, cancel: Callable[[], bool] | None = None, said: Any = ()
     ) -> Iterator[Piece]:
         decoder = self.tokenizer.decoder()
         answer = self.tokenizer.encode(self.reply(self.said()))

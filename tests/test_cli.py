@@ -238,7 +238,7 @@ def test_show_prompt_marks_control_tokens(run: Callable[..., Result], note: str)
         (["ask", "note.txt", "q", "--method", "snik"], 2, "did you mean 'sink'?"),
         (["ask", "note.txt", "q", "--method", "sink", "--sinsk", "3"], 2, "--sinks"),
         (["ask", "note.txt", "q", "--method", "sink", "--sinks", "many"], 2, "not a size"),
-        (["ask", "note.txt", "q", "--max-tokens", "0"], 2, "at least 1"),
+        (["ask", "note.txt", "q", "--max-tokens", "0"], 2, "from 1 to 1,000,000,000"),
         (["ask", "note.txt", "q", "--top-p", "2"], 2, "--top-p is 2.0"),
         (["methods", "snik"], 2, "did you mean 'sink'?"),
         (["ask", "note.txt"], 2, "the question about note.txt is missing"),
@@ -409,7 +409,7 @@ def test_piped_chat(run: Callable[..., Result]) -> None:
 def test_chat_with_documents(run: Callable[..., Result], note: str, opener: Opener) -> None:
     done = run("chat", "--with", note, stdin=b"hello\n")
     assert done.out == "You said: hello\n"
-    assert opener.last.info.method == "sink"
+    assert opener.last.info.method == "recall"
     assert "seven sails" in opener.last.assembler.show(opener.last.render([])) or opener.last.ids
     assert run("chat", "--with", "missing.txt", stdin=b"hello\n").code == 66
 

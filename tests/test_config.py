@@ -76,14 +76,18 @@ def test_each_layer_wins_over_the_next(user: Path, project: Path, monkeypatch: p
 
 
 def test_options_of_a_method(user: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    user.write_text('[ask]\nmethod = "sink"\n[sink]\nwindow = 700\nsinks = 5\n[ask.sink]\nwindow = "2k"\n')
+    user.write_text(
+        '[ask]\nmethod = "sink"\n[sink]\nwindow = 700\nsinks = 5\n[ask.sink]\nwindow = "2k"\n'
+        "[chat.recall]\nwindow = 900\n"
+    )
     assert parsed("ask", "a", "b")["method_options"] == {"window": 2000, "sinks": 5}
-    assert parsed("chat")["method_options"] == {"window": 700, "sinks": 5}, "sink is its default"
+    assert parsed("chat")["method_options"] == {"window": 900}, "recall is its default"
+    assert parsed("chat", "-m", "sink")["method_options"] == {"window": 700, "sinks": 5}
     assert parsed("ask", "a", "b", "-m", "full")["method_options"] == {}
     assert parsed("ask", "a", "b", "--window", "9")["method_options"] == {"window": 9, "sinks": 5}
     monkeypatch.setenv("LONGCHAT_ASK_WINDOW", "8")
     assert parsed("ask", "a", "b")["method_options"] == {"window": 8, "sinks": 5}
-    user.write_text("[sink]\nwindwo = 3\n")
+    user.write_text("[recall]\nwindwo = 3\n")
     with pytest.raises(BadConfig, match="no method option windwo; did you mean window"):
         parsed("chat")
 
@@ -246,6 +250,7 @@ def test_set_get_show_unset(user: Path, project: Path, monkeypatch: pytest.Monke
         "origin": "default",
     }
     assert run("config", "get", "chat.repetition-penalty").output == "1.1\n"  # a chat copies itself without
+    assert run("config", "get", "chat.start-penalty").output == "0.5\n"
     assert run("config", "get", "ask.repetition-penalty").output == "1.0\n"
     assert run("config", "unset", "ask.method").exit_code == 0
     assert "method" not in user.read_text()
@@ -286,7 +291,7 @@ def test_set_takes_models_that_there_are(user: Path, project: Path, name: str) -
 
 @pytest.mark.parametrize(
     ("key", "meant"),
-    [("window", "sink.window"), ("ask.passages", "ask.recall.passages"), ("eval.sinks", "eval.sink.sinks")],
+    [("window", "recall.window"), ("ask.passages", "ask.recall.passages"), ("eval.sinks", "eval.sink.sinks")],
 )
 def test_options_of_methods_are_pointed_at(user: Path, key: str, meant: str) -> None:
     error = run("config", "get", key).exception

@@ -69,6 +69,7 @@ DIALOGUE = [
     ("/set max-tokens 99999gi", "it must be from 1 to 1,000,000,000"),
     ("/set top-p 3", "error: --top-p is 3.0: it must be above 0 and at most 1"),
     ("/set repetition-penalty 1e-320", "it must be from 0.01 to 100"),
+    ("/set start-penalty -1", "it must be from 0 to 100"),
     ("/set repetition-penalty inf", "it must be from 0.01 to 100"),
     ("/set keys vim", "error: keys is emacs or vi, not vim"),
     ("/method", "sink: "),
@@ -124,7 +125,7 @@ DIALOGUE = [
 def test_commands(start: Start, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("The mill has seven sails.\n")
     (tmp_path / "loop").symlink_to("loop")
-    screen = start("chat")
+    screen = start("chat", "-m", "sink")
     assert "fake, sink. /help lists commands, Ctrl-D leaves." in screen.prompt()
     for typed, shown in DIALOGUE:
         assert shown in screen.say(typed), screen.text()
@@ -204,7 +205,7 @@ def test_line_editor(start: Start, tmp_path: Path) -> None:
     screen.until("w" * 60)
     screen.resize(30, 50)
     screen.until("> " + "w" * 48 + "\n  " + "w" * 12)
-    screen.until(lambda: "sink" in screen.lines()[-1])
+    screen.until(lambda: "recall" in screen.lines()[-1])
     assert "You said: " + "w" * 40 in screen.say("")
     screen.write("\x04")
     assert screen.ended() == 0

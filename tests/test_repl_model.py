@@ -99,12 +99,13 @@ def test_a_forgotten_turn_is_pinned_by_reading_it_again(start: Start, tmp_path: 
         screen.say(f"the river ran past mill {number}")
     assert re.search(r" \.  forgotten +\d+ tokens  [23] turns", screen.say("/context"))
     shown = screen.say("/pin 1")
-    assert re.search(r"sink: [\d,]+ tokens read anew\nturn 1 is pinned\n", shown)
+    assert re.search(r"recall: [\d,]+ tokens read anew\nturn 1 is pinned\n", shown)
     assert [turn.pinned for turn in kept(tmp_path).turns] == [True, True] + [False] * 6
     before = screen.text().count("forgotten")
     shown = screen.say("/context")
     assert shown.count("forgotten") > before
     assert re.findall(r" #  pinned +(\d+) tokens", shown)[-1] != "5", "more than the opening"
+    assert "turn 1 is pinned already" in screen.say("/pin 1")
     assert "turn 1 is no longer pinned" in screen.say("/pin 1 off")
     screen.say("/method window window=64")
     assert "error: window cannot keep a turn" in screen.say("/pin 1")

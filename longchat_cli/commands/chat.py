@@ -68,7 +68,7 @@ class Think(click.ParamType):
     "--method",
     "-m",
     type=Name(METHODS),
-    default="sink",
+    default="recall",
     show_default=True,
     help="Attention method; `longchat methods` explains them.",
 )
@@ -115,7 +115,7 @@ class Think(click.ParamType):
 @click.option("--plain", is_flag=True, help="Show answers as they are: no colours for their Markdown.")
 @log_option
 @model_options
-@sampling_options(temperature=0.2, top_p=0.9, max_tokens=1024, repetition_penalty=1.1)
+@sampling_options(temperature=0.2, top_p=0.9, max_tokens=1024, repetition_penalty=1.1, start_penalty=0.5)
 def chat(documents: tuple[str, ...], method: str, method_options: dict[str, Any], **params: Any) -> None:
     """Talk with a model, without end.
 
