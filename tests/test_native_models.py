@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -450,15 +450,27 @@ def steps(decoder: Any, ids: Tensor, prompt: int, kernel: str | None, more: int 
         fed = given[index] if index < len(given) else logits.argmax().view(1)
 
 
-def first_difference(pair: tuple[Any, ...], ids: Tensor, more: int) -> float | None:
-    """How far apart the two best tokens were where the two texts part, at the less decided; None: nowhere."""
+@dataclass
+class Parting:
+    """Where two texts part: the gap of the two best tokens at the less decided, ours, the text before."""
+
+    gap: float
+    ours: int
+    text: Tensor
+
+
+def first_difference(pair: tuple[Any, ...], ids: Tensor, more: int) -> Parting | None:
+    """None: they part nowhere."""
     ours, theirs = (
         steps(decoder, ids, len(ids), kernel, more)
         for decoder, kernel in zip(pair[:2], (None, "sdpa"), strict=True)
     )
+    text = ids
     for a, b in zip(ours, theirs, strict=True):
         if a.argmax() != b.argmax():
-            return min(float(x.topk(2).values.diff().abs()) for x in (a, b))
+            gap = min(float(x.topk(2).values.diff().abs()) for x in (a, b))
+            return Parting(gap, int(a.argmax()), text)
+        text = torch.cat([text, a.argmax().view(1)])
     return None
 
 
@@ -477,17 +489,23 @@ def test_the_default_model_says_the_same(default_pair: tuple[Any, Any, Tokenizer
     0.14 (root mean square) from those of exact weights and sums, the library's 0.024. Hence 0.1, not 0.05.
     """
     for ids in questions(default_pair[2], 3):
-        gap = first_difference(default_pair, ids, 20)
-        assert gap is None or gap < 0.1
+        parting = first_difference(default_pair, ids, 20)
+        assert parting is None or parting.gap < 0.1
 
 
 @needs_library
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_the_default_model_says_the_same_for_long(default_pair: tuple[Any, Any, Tokenizer]) -> None:
-    gaps = [first_difference(default_pair, ids, 200) for ids in questions(default_pair[2], 20)]
-    print(f"equal {gaps.count(None)} of {len(gaps)}, the others at {[g for g in gaps if g is not None]}")
-    assert all(gap is None or gap < 0.05 for gap in gaps)
+    """Where the gap is wider than 0.05, it is ours that float32 arithmetic on the same weights says."""
+    found = [first_difference(default_pair, ids, 200) for ids in questions(default_pair[2], 20)]
+    partings = [parting for parting in found if parting is not None]
+    print(f"equal {found.count(None)} of {len(found)}, the others at {[round(p.gap, 4) for p in partings]}")
+    exact = LeanDecoder.from_dir(load.find("smollm2").path, torch.float32)
+    for parting in partings:
+        if parting.gap >= 0.05:
+            cache = exact.new_cache(method_class("full").build({}))
+            assert parting.gap < 0.1 and int(exact.forward(parting.text, cache)[-1].argmax()) == parting.ours
 
 
 @needs_library
