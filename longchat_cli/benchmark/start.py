@@ -120,7 +120,8 @@ class _Shell:
     def recall(self, text: str) -> float:
         """Seconds that a text takes until the first question's passages are found."""
         with _file(text) as name:
-            arguments = self._asking(name, "--method", "recall", "--max-tokens", "1", "--json")
+            found = ("--method", "recall", "--mode", "find")  # not a question about the whole
+            arguments = self._asking(name, *found, "--max-tokens", "1", "--json")
             return json.loads(self._run(arguments))["timings"]["find_s"]
 
     def _asking(self, name: str, *more: str) -> list[str]:
