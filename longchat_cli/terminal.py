@@ -118,6 +118,30 @@ def echo(stream: IO[Any], on: bool) -> Iterator[None]:
             termios.tcsetattr(handle, termios.TCSANOW, before)
 
 
+@contextlib.contextmanager
+def left_as_found(stream: IO[Any]) -> Iterator[None]:
+    """Give the terminal `stream` its modes back, its cursor, and pastes without marks whatever ends the body.
+
+    A Ctrl-C that is held down may end whoever else was about to.
+    """
+    if termios is None or not is_tty(stream):
+        yield
+        return
+    before = termios.tcgetattr(stream.fileno())
+    try:
+        yield
+    finally:
+        pressed = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with contextlib.suppress(OSError, ValueError, termios.error):  # it may be gone
+                termios.tcsetattr(stream.fileno(), termios.TCSANOW, before)
+                if is_tty(sys.stdout) and os.environ.get("TERM") != "dumb":
+                    sys.stdout.write("\x1b[?2004l\x1b[?25h")
+                    sys.stdout.flush()
+        finally:
+            signal.signal(signal.SIGINT, pressed)
+
+
 class Interrupts:
     """Ctrl-C, counted. Inside `catching` the first one sets `stop`, and nothing cuts through a forward pass;
     a second one within PATIENCE sets `leave` and is raised.

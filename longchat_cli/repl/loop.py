@@ -21,7 +21,7 @@ from longchat_cli.repl import bar, commands
 from longchat_cli.repl.answer import Printer
 from longchat_cli.repl.prompt import Prompt
 from longchat_cli.sampling import Sampling
-from longchat_cli.terminal import Console, Interrupts, coloured, echo, is_tty
+from longchat_cli.terminal import Console, Interrupts, coloured, echo, is_tty, left_as_found
 from longchat_cli.terminal_text import Sanitizer, brief
 
 Record = Callable[[str, str, str, str, str], None]
@@ -66,7 +66,8 @@ def run(
     if not chat.begin(conversation):
         raise KeyboardInterrupt
     if is_tty(source):
-        chat.converse(Prompt(source, lambda name: commands.choices(chat, name)))
+        with left_as_found(source):
+            chat.converse(Prompt(source, lambda name: commands.choices(chat, name)))
     else:
         chat.answer_lines(source.buffer)
 
