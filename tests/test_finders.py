@@ -199,15 +199,21 @@ class Quick:
         )
 
 
+def asked_about_a_book(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *method: str
+) -> dict[str, Any]:
+    """What `eval book` says of one fact in a short book."""
+    monkeypatch.setenv("LONGCHAT_CACHE_DIR", str(folder / "cache"))
+    path = folder / "book.txt"
+    path.write_text(prose(12_000, random.Random(0)))
+    words = ["eval", "book", "--data", str(path), "--n", "1", "--model", str(model), "--json"]
+    return json.loads(CliRunner().invoke(cli, [*words, "--method", *method], catch_exceptions=False).stdout)
+
+
 def test_a_book_is_read_once_and_asked_by_new_processes(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LONGCHAT_CACHE_DIR", str(tmp_path / "cache"))
-    path = tmp_path / "book.txt"
-    path.write_text(prose(12_000, random.Random(0)))
-    words = ["eval", "book", "--data", str(path), "--n", "1", "--model", str(tiny_model()), "--json"]
-    words += ["--method", "sink", "--window", "64"]
-    result = json.loads(CliRunner().invoke(cli, words, catch_exceptions=False).stdout)
+    result = asked_about_a_book(tiny_model(), tmp_path, monkeypatch, "sink", "--window", "64")
     (sample,), (total,) = result["samples"], result["totals"]
     assert total["reused"] == total["n"] == 1 and sample["reused_tokens"] >= sample["document_tokens"] > 2000
     assert total["kept_bytes"] > 0 and 0 < sample["first_token_s"] < sample["seconds"]
@@ -218,12 +224,9 @@ def test_a_book_is_read_once_and_asked_by_new_processes(
 def test_what_the_book_says_counts_apart_from_the_model(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LONGCHAT_CACHE_DIR", str(tmp_path / "cache"))
-    path = tmp_path / "book.txt"
-    path.write_text(prose(12_000, random.Random(0)))
-    words = ["eval", "book", "--data", str(path), "--n", "1", "--model", str(tiny_model()), "--json"]
-    words += ["--method", "recall", "--find", "lexical"]
-    (total,) = json.loads(CliRunner().invoke(cli, words, catch_exceptions=False).stdout)["totals"]
+    (total,) = asked_about_a_book(tiny_model(), tmp_path, monkeypatch, "recall", "--find", "lexical")[
+        "totals"
+    ]
     assert (total["found"], total["correct"], total["own"]) == (1, 1, 0)  # the model babbles
 
 
