@@ -77,7 +77,7 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     streameval  a chat of lines without end, asked for lines further and further back
     streameval-alike  the same, every line a magic number
     streameval-register  the same with LongEval's numbered lines
-    conversation  two-turn prompts (--data FILE) in one conversation, beside fresh chats
+    conversation  two-turn prompts (--data FILE) typed to one `longchat chat`, beside fresh chats
     finders     ways to find side by side, by length: words, meaning, attention, all (--data)
     repository  where names of Python code are defined, what they return (--data FOLDER)
     book        facts in a whole book (--data): read once, a process for each question
@@ -105,9 +105,11 @@ def evaluate(task: str, method: str, method_options: dict[str, Any], as_json: bo
     sampling = Sampling(max_tokens=most, **take(params, running.CHANCES))
     request = Request((), None, method, method_options, params["overflow"], sampling)
     opener = engine_opener(take(params, MODEL), console)
-    subject = running.Subject(len, options=_words(method, method_options, params))
+    words = _words(method, method_options, params)
+    subject = running.Subject(len, options=words)
     if kind.needs_model:
-        subject = evaluated.subject(opener, request, Console(quiet=True), Interrupts(), params["rank_only"])
+        quiet, interrupts = Console(quiet=True), Interrupts()
+        subject = evaluated.subject(opener, request, quiet, interrupts, params["rank_only"], words)
     with console.progress(task) as bar:
         result = running.run(task, subject, options, bar or (lambda done, total: None))
     result |= {"method": method, "options": method_options}

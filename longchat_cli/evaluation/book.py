@@ -20,6 +20,7 @@ from longchat_cli.config import cache_dir
 from longchat_cli.errors import BadInput, LongchatError, UsageError
 from longchat_cli.evaluation.facts import worded
 from longchat_cli.evaluation.haystack import load_text, plant, sentence_ends
+from longchat_cli.evaluation.places import linked
 from longchat_cli.evaluation.score import contains, interval
 
 ANSWER_TOKENS = 32
@@ -58,10 +59,10 @@ def book(n: int, seed: int, data: Sequence[Path], options: Sequence[str], progre
     with tempfile.TemporaryDirectory(prefix="longchat-") as folder:
         file = Path(folder) / "book.txt"
         file.write_text(text, encoding="utf-8")
-        pages = _empty_pages(Path(folder))
-        environment = {**os.environ, "LONGCHAT_CACHE_DIR": str(pages.parent)}
+        cache = linked(Path(folder) / "cache", cache_dir(), "pages")
+        environment = {**os.environ, "LONGCHAT_CACHE_DIR": str(cache)}
         reading = _run(["ingest", str(file), *options], environment)
-        kept = sum(page.stat().st_size for page in pages.iterdir())
+        kept = sum(page.stat().st_size for page in (cache / "pages").iterdir())
         samples = []
         for (fact, question, answer), depth in zip(facts, depths, strict=True):
             limits = ["--json", "--no-cite", "--no-log", "--max-tokens", str(ANSWER_TOKENS)]
@@ -69,16 +70,6 @@ def book(n: int, seed: int, data: Sequence[Path], options: Sequence[str], progre
             samples.append(_sample(done, fact, question, answer, depth))
             progress(len(samples), n)
     return {"samples": samples, "totals": [_total(samples, reading, kept)]}
-
-
-def _empty_pages(folder: Path) -> Path:
-    """The place of pages in a cache directory of its own that has all else of the user's."""
-    own = folder / "cache"
-    own.mkdir()
-    for entry in cache_dir().iterdir() if cache_dir().exists() else ():
-        if entry.name != "pages":
-            (own / entry.name).symlink_to(entry.resolve())
-    return own / "pages"
 
 
 def _run(words: Sequence[str], environment: dict[str, str]) -> Process:

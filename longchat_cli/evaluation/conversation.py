@@ -1,14 +1,16 @@
 """Does a conversation without end stay as good as a fresh one?
 
-Prompts of two turns (MT-bench: Zheng et al., NeurIPS 2023) are put one after the other to one conversation.
-Each answer is compared with the one that a chat of these two turns alone gets: how much it repeats itself,
-how much of it earlier answers said, and its perplexity where only these turns are seen, with full attention.
+Prompts of two turns (MT-bench: Zheng et al., NeurIPS 2023) are typed one after the other at the prompt of one
+`longchat chat` in a terminal. Each answer is compared with the one that a chat of these two turns alone gets:
+how much it repeats itself, how much of it earlier answers said, and its perplexity where only these turns are
+seen, with full attention.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from longchat_cli.errors import UsageError
 from longchat_cli.evaluation.haystack import load_records
 from longchat_cli.evaluation.journal import Journal, Row
 from longchat_cli.evaluation.perplexity import Forward, losses
+from longchat_cli.evaluation.typed import Said, Typed
 from longchat_cli.prompt import Message
 from longchat_cli.sampling import Sampling
 from longchat_cli.terminal_text import table
@@ -32,9 +35,11 @@ FRESH = "fresh chats"
 @dataclass(frozen=True)
 class Bench:
     """What is needed of a model: `converse` opens a conversation under a method (None: the one evaluated),
-    `forward` gives the decoder with full attention and an empty state, `sampling` is how it answers."""
+    `typed` a chat in a terminal under that one, which samples like all (`sampling`); `forward` gives the
+    decoder with full attention and an empty state."""
 
     converse: Callable[[str | None], Conversation]
+    typed: Callable[[], AbstractContextManager[Typed]]
     forward: Callable[[], Forward]
     sampling: Sampling
 
@@ -45,7 +50,7 @@ def conversation(
     """{"samples": [...], "totals": [...]}: a sample is an answer, a total a part of the conversation.
 
     What `journal` has is not asked again; a conversation that was broken off begins anew. Raises UsageError
-    without prompts.
+    without prompts, and as `Typed` does.
     """
     prompts = [record["turns"] for record in load_records(data, "turns")]
     if not prompts:
@@ -57,17 +62,18 @@ def conversation(
     for number, turns in enumerate(prompts):
         if not journal.where(method=FRESH, number=number):
             chat = bench.converse("full")
-            for row in _answers(bench, chat, turns):
+            for row in _judged(bench, turns, [_said(bench, chat, text) for text in turns]):
                 journal.add({"method": FRESH, "number": number, **row})
                 done += 1
                 progress(done, total)
-    chat = bench.converse(None)
-    method = _named(chat)
+    method = _named(bench.converse(None))
     if len(journal.where(method=method)) < total // 2:
         rows = []
-        for number, turns in enumerate(prompts):
-            rows += [{"number": number, **row} for row in _answers(bench, chat, turns)]
-            progress(total // 2 + len(rows), total)
+        with bench.typed() as typed:
+            for number, turns in enumerate(prompts):
+                judged = _judged(bench, turns, [typed.say(text) for text in turns])
+                rows += [{"number": number, **row} for row in judged]
+                progress(total // 2 + len(rows), total)
         for row in rows:
             journal.add({"method": method, **row})
     return {"samples": journal.rows, "totals": totals(journal.rows)}
@@ -79,34 +85,38 @@ def _named(chat: Conversation) -> str:
     return " ".join([info.method, *(f"{name}={value}" for name, value in shown.items())])
 
 
-def _answers(bench: Bench, chat: Conversation, turns: Sequence[str]) -> list[Row]:
-    """An answer to each of `turns`, judged where only these are seen."""
-    told: list[str] = []
-    chat.notice = told.append
+def _said(bench: Bench, chat: Conversation, text: str) -> Said:
+    """The answer of a conversation in this process."""
+    list(chat.send(text, bench.sampling))
+    state = chat.coverage()
+    return Said(chat.turns[-1], state.seen, state.bytes)
+
+
+def _judged(bench: Bench, turns: Sequence[str], said: Sequence[Said]) -> list[Row]:
+    """What was `said` to `turns`, judged where only these are seen."""
+    chat = bench.converse("full")
     rows: list[Row] = []
     seen: list[int] = []
     places = []
-    for place, text in enumerate(turns):
-        list(chat.send(text, bench.sampling))
-        user, answer = Message.of("user", text), chat.turns[-1]
+    for place, (text, given) in enumerate(zip(turns, said, strict=True)):
+        user, answer = Message.of("user", text), given.answer
         prompt = chat.engine.render_turn(user) if place else chat.engine.render([user])
         seen += prompt.ids
         places.append((len(seen), len(seen) + len(answer.ids)))
         seen += answer.ids
-        state = chat.coverage()
         rows.append(
             {
                 "place": place,
                 "tokens": len(answer.ids),
                 "stop": answer.stop,
                 "repeated": round(repeated(answer.ids), 4),
-                "seen": state.seen,
-                "bytes": state.bytes,
-                "recalled": len(told),
+                "seen": given.seen,
+                "bytes": given.bytes,
+                "resident": given.resident,
+                "recalled": given.recalled,
                 "answer": answer.text,
             }
         )
-        told.clear()
     values = [loss for part in losses(bench.forward(), seen) for loss in part]  # of all tokens but the first
     for row, (begin, end) in zip(rows, places, strict=True):
         row["loss"] = round(math.fsum(values[begin - 1 : end - 1]), 4)
@@ -157,6 +167,7 @@ def totals(rows: Sequence[Row]) -> list[Row]:
                     "answers": len(mine),
                     "seen": mine[-1]["seen"],
                     "bytes": mine[-1]["bytes"],
+                    "resident": mine[-1]["resident"],
                     "recalled": sum(row["recalled"] for row in mine),
                     "repeated": _mean(row["repeated"] for row in mine),
                     "repeated_fresh": _mean(row["repeated"] for row in theirs),
@@ -193,7 +204,8 @@ def show(result: dict[str, Any]) -> str:
             f"{t['perplexity_fresh']:.3f}",
             str(t["recalled"]),
             f"{t['bytes'] / 1e6:.1f}",
+            f"{t['resident'] / 1e6:,.0f}",
         ]
         for t in result["totals"]
     ]
-    return table([*header, "recalled", "MB"], rows)
+    return table([*header, "recalled", "MB", "process"], rows)

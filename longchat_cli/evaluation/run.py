@@ -305,7 +305,7 @@ TASKS: dict[str, Task] = {
         "the same with LongEval's numbered lines", _streameval("register"), show=streaming.show
     ),
     "conversation": Task(
-        "two-turn prompts (--data) in one conversation, beside fresh chats", _conversation, show=talking.show
+        "two-turn prompts (--data) typed to one chat, beside fresh chats", _conversation, show=talking.show
     ),
     "finders": Task("ways to find side by side, by length (--data)", _finders, show=finders.show),
     "book": Task(

@@ -17,7 +17,8 @@ from longchat_cli.evaluation.conversation import Bench
 from longchat_cli.evaluation.finders import RANKED, READ
 from longchat_cli.evaluation.perplexity import Forward
 from longchat_cli.evaluation.repository import Place
-from longchat_cli.evaluation.run import Answer, Subject
+from longchat_cli.evaluation.run import CHANCES, Answer, Subject
+from longchat_cli.evaluation.typed import Typed
 from longchat_cli.terminal import Console, Interrupts
 
 
@@ -92,9 +93,15 @@ def _alone(text: str) -> Collection:
 
 
 def subject(
-    open_engine: ask.Open, request: ask.Request, console: Console, interrupts: Interrupts, rank_only: bool
+    open_engine: ask.Open,
+    request: ask.Request,
+    console: Console,
+    interrupts: Interrupts,
+    rank_only: bool,
+    words: Sequence[str] = (),
 ) -> Subject:
-    """A subject over one loaded model. `rank_only` finds passages and writes no answer (recall)."""
+    """A subject over one loaded model. `rank_only` finds passages and writes no answer (recall); `words` name
+    model and method to other commands of longchat."""
     engine: Any = open_engine(*request.opened())
 
     def answer(document: str, questions: Sequence[str]) -> list[Answer]:
@@ -142,7 +149,12 @@ def subject(
         chat.open()
         return chat
 
-    talk = Bench(converse, lambda: forward(Full()), request.sampling)
+    def typed() -> Typed:
+        chances = {name: getattr(request.sampling, name) for name in ("max_tokens", *CHANCES)}
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in chances.items()]
+        return Typed([*words, f"--method={request.opened()[0]}", *given])
+
+    talk = Bench(converse, typed, lambda: forward(Full()), request.sampling)
     return Subject(engine.count, answer, engine.tokenizer.encode, forward, engine, find, search, talk=talk)
 
 
