@@ -14,6 +14,7 @@ from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,8 @@ LOOP_REPEATS, SAMPLED_REPEATS = 4, 8
 leave one; what has not after eight rounds is hardly going to."""
 COLDEST = 1e-30
 """Below this temperature the likeliest token is taken: logits divided by it could leave float32."""
+RAREST = 1e-30
+"""No token of a smaller probability is chosen: one that a schema forbids has none."""
 PENALTY_SPAN = 256
 """The repetition penalty looks at the last tokens that the model wrote, this many: not at what it read, which
 it may have to quote, nor at the template's, without which no answer would end."""
@@ -155,13 +158,14 @@ class LocalEngine:
         cancel: Callable[[], bool] | None = None,
         turns: Sequence[Sequence[int]] = (),
         pinned: Collection[int] = (),
+        subjects: Collection[int] = (),
     ) -> tuple[int, int]:
         page = -(-PAGE // self.chunk) * self.chunk  # pages end where calls do
         device = self.decoder.device
         identity = {**self._identity(), "chunk": self.chunk, "device": device.type}
         prefix = Prefix(store, identity, ids, page, device)
-        for turn in turns:
-            prefix = prefix.turn(turn)
+        for number, turn in enumerate(turns):
+            prefix = prefix.turn(turn, number in subjects)
         ids = [*ids, *chain.from_iterable(turns)]
         ends = [0, *prefix.ends]
         at = reused = 0
@@ -177,7 +181,7 @@ class LocalEngine:
                 else:
                     before = self.cache.snapshot()
                     if at >= prefix.text:
-                        self.begin_turn(ids[begin : ends[at + 1]])
+                        self.begin_turn(ids[begin : ends[at + 1]], at - prefix.text in subjects)
                     done = self.prefill(ids[begin : ends[at + 1]], behind(progress, begin, len(ids)), cancel)
                     if begin + done < ends[at + 1]:
                         return begin + done, reused
@@ -207,7 +211,7 @@ class LocalEngine:
         prefix, before = self._trail
         new = self.ids[prefix.ends[-1] :]
         if new:
-            longer = prefix.turn(new)
+            longer = prefix.turn(new, self.cache.subject() >= prefix.ends[-1])
             longer.keep(self.cache, before, len(prefix.ends), shared)
             self._trail = longer, self.cache.snapshot()
 
@@ -262,8 +266,18 @@ class LocalEngine:
         held = self.cache.bytes() + (0 if self.stepper is None else self.stepper.bytes())
         return Coverage(seen, visible, seen - visible, held, self.cache.recent())
 
-    def begin_turn(self, ids: Sequence[int]) -> None:
-        self.cache.begin_turn(self.cache.seen + self._closing(ids))
+    def begin_turn(self, ids: Sequence[int], forget: bool = False) -> None:
+        self.cache.begin_turn(self.cache.seen + self._closing(ids), forget)
+
+    def weigh(self, ids: Sequence[int]) -> list[float]:
+        mark = self.cache.snapshot()
+        try:
+            self.cache.decoding = False
+            logits = self.decoder.forward(torch.tensor(ids), self.cache, logits=len(ids))
+        finally:
+            self.cache.restore(mark)
+        likely = logits[:-1].float().log_softmax(dim=-1).cpu()
+        return likely.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
     def pin(self, start: int, stop: int, on: bool = True) -> bool:
         if self.method.forgets.startswith("nothing") or not self.method.unlimited:
@@ -351,37 +365,51 @@ def choose(
     The repetition penalty is that of CTRL (Keskar et al., 2019), section 4.1, with what was `recent`ly said.
     The start penalty, ours, is taken off once for each time that a token is in `begun`.
     """
-    logits = logits.detach().to("cpu", torch.float32)
-    logprobs = torch.log_softmax(logits, dim=-1)
+    # In numpy: torch hands every operation on so many numbers to threads, which takes longer than these do.
+    known = logits.detach().to("cpu", torch.float32).numpy()
+    most = known.max()
+    whole = most + np.log(np.exp(known - most).sum(dtype=np.float64))
+    scores = known
     if sampling.repetition_penalty != 1.0 and len(recent):
-        index = torch.tensor(sorted(set(recent)))
-        held = logits[index]
-        scaled = torch.where(held > 0, held / sampling.repetition_penalty, held * sampling.repetition_penalty)
-        logits = logits.index_put((index,), scaled)
+        index = np.unique(np.fromiter(recent, np.int64))
+        held, scores = known[index], known.copy()
+        factor = np.where(held > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        scores[index] = held * factor
     if sampling.start_penalty and begun:
-        taken = torch.full((len(begun),), -sampling.start_penalty)
-        logits = logits.index_put((torch.tensor(begun),), taken, accumulate=True)
+        scores = scores.copy()
+        np.subtract.at(scores, np.array(begun), sampling.start_penalty)
     if sampling.temperature < COLDEST:
-        token = int(logits.argmax())
-        return token, float(logprobs[token])
-    probabilities = torch.softmax(_filtered(logits / sampling.temperature, sampling), dim=-1)
-    token = int(torch.multinomial(probabilities, 1, generator=generator))
-    return token, float(logprobs[token])
+        token = int(scores.argmax())
+    else:
+        token = _drawn(scores / sampling.temperature, sampling, generator)
+    return token, float(known[token] - whole)
 
 
-def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Put tokens that top-k, top-p or min-p leave out at minus infinity."""
-    if sampling.top_k:
-        floor = logits.topk(min(sampling.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if sampling.min_p:
-        probabilities = logits.softmax(-1)
-        logits = logits.masked_fill(probabilities < sampling.min_p * probabilities.max(), -torch.inf)
-    if sampling.top_p < 1:
-        ordered, index = logits.softmax(-1).sort(descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-        logits = logits.index_fill(0, index[beyond], -torch.inf)
-    return logits
+def _drawn(scores: np.ndarray, sampling: Sampling, generator: torch.Generator | None) -> int:
+    """A token drawn by its probability, from scores float32 [vocab]."""
+    probabilities = np.exp(scores - scores.max())
+    probabilities /= probabilities.sum(dtype=np.float64)
+    kept = _kept(probabilities, sampling)
+    ends = probabilities[kept].cumsum(dtype=np.float64)
+    at = float(torch.rand((), generator=generator, dtype=torch.float64)) * ends[-1]
+    return int(kept[min(int(ends.searchsorted(at, side="right")), len(kept) - 1)])
+
+
+def _kept(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """The tokens that top-k, min-p and then top-p leave of probabilities [vocab], int64."""
+    least = max(sampling.min_p * probabilities.max(), RAREST)
+    if 0 < sampling.top_k < len(probabilities):
+        least = max(least, np.partition(probabilities, -sampling.top_k)[-sampling.top_k])
+    kept = np.flatnonzero(probabilities >= least)
+    if sampling.top_p >= 1:
+        return kept
+    left = probabilities[kept].sum(dtype=np.float64)
+    # The last token that top-p keeps and all rarer ones share more than 1 - p: it is no rarer than their mean,
+    # so that few need to be sorted.
+    kept = kept[probabilities[kept] >= (1 - sampling.top_p) * left / len(kept)]
+    kept = kept[np.argsort(-probabilities[kept], kind="stable")]
+    ordered = probabilities[kept]
+    return kept[ordered.cumsum(dtype=np.float64) - ordered < sampling.top_p * left]
 
 
 def open_engine(

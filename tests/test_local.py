@@ -367,6 +367,34 @@ def test_temperature_flattens():
     assert hot == pytest.approx(float((LOGITS / 10).softmax(-1)[5]), abs=0.04)
 
 
+@pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 0.9}, {"top_p": 0.3, "top_k": 50}, {"min_p": 0.1, "top_p": 0.95}, {"top_k": 7}, {}],
+    ids=str,
+)
+def test_what_is_kept_of_a_large_vocabulary_is_what_sorting_all_of_it_keeps(spread, options):
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(3)) * spread
+    sampling = Sampling(temperature=0.8, **options)
+    ordered, order = (logits.double() / 0.8).softmax(-1).sort(descending=True)
+    stays = torch.ones(5000, dtype=torch.bool)
+    if sampling.top_k:
+        stays[sampling.top_k :] = False
+    stays &= ordered >= sampling.min_p * ordered[0]
+    left = ordered * stays / (ordered * stays).sum()
+    stays &= left.cumsum(0) - left < sampling.top_p
+    generator, counts = torch.Generator().manual_seed(2), torch.zeros(5000)
+    for _ in range(2000):
+        counts[choose(logits, sampling, [], generator)[0]] += 1
+    wanted = torch.zeros(5000)
+    wanted[order[stays]] = (ordered[stays] / ordered[stays].sum()).float()
+    assert not counts[wanted == 0].any()
+    # Of the 20 likeliest no frequency is further off than five of its standard deviations.
+    for token in order[:20].tolist():
+        p = float(wanted[token])
+        assert abs(float(counts[token]) - 2000 * p) <= 5 * (2000 * p * (1 - p)) ** 0.5 + 1e-6
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40])
 def test_a_tiny_temperature_is_the_likeliest_token(temperature: float) -> None:
     assert set(drawn(Sampling(temperature=temperature), count=20)) == {5}
