@@ -404,8 +404,8 @@ def _kept(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
     if sampling.top_p >= 1:
         return kept
     left = probabilities[kept].sum(dtype=np.float64)
-    # The last token that top-p keeps and all rarer ones share more than 1 - p: it is no rarer than their mean,
-    # so that few need to be sorted.
+    # The last token that top-p keeps and all rarer ones share more than 1 - p: it is no rarer than their
+    # mean. So few need to be sorted.
     kept = kept[probabilities[kept] >= (1 - sampling.top_p) * left / len(kept)]
     kept = kept[np.argsort(-probabilities[kept], kind="stable")]
     ordered = probabilities[kept]
