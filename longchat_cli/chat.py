@@ -9,7 +9,7 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-from longchat_cli import answering
+from longchat_cli import answering, subjects
 from longchat_cli.ask import Open, compose, messages, opening
 from longchat_cli.documents import Document
 from longchat_cli.engine import Coverage, Engine, Piece, Progress, behind
@@ -18,6 +18,7 @@ from longchat_cli.memory import NOTHING, Memory, Recalled, local_encoder
 from longchat_cli.models import catalog
 from longchat_cli.pages import Store
 from longchat_cli.pinned import open_pinned
+from longchat_cli.prompt import Message
 from longchat_cli.sampling import Sampling
 from longchat_cli.sessions import About, Chat, Session, Turn, known_as
 
@@ -33,7 +34,8 @@ class Context:
     """What the next turn can see, in tokens: of the `opening`, of `pinned` turns, of the first tokens beside
     the opening that stay (`sinks`), `retrieved` again by memory, all that is `visible`, what is `forgotten`.
 
-    `turns` counts exchanges, `forgotten_turns` those of which nothing is visible; `bytes` are held.
+    `turns` counts exchanges, `forgotten_turns` those of which nothing is visible; number `subject` began a
+    new one (0: none did); `bytes` are held.
     """
 
     opening: int
@@ -45,6 +47,7 @@ class Context:
     turns: int
     forgotten_turns: int
     bytes: int
+    subject: int = 0
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,7 @@ class Conversation:
             turns=self.exchanges,
             forgotten_turns=len(gone),
             bytes=state.bytes,
+            subject=self._subject(),
         )
 
     def _exchange(
@@ -292,8 +296,14 @@ class Conversation:
         self._keep()
 
     def _said(self) -> list[Sequence[int]]:
-        """The tokens of the answers before this one, as far as any sampler looks back."""
-        return [turn.ids for turn in self.turns[1:-1:2][-SAID:]]
+        """The tokens of the answers before this one, as far as any sampler looks back: what is out of sight
+        is not said again."""
+        first = max(self._subject(), 1)
+        return [turn.ids for turn in self.turns[2 * first - 1 : -1 : 2][-SAID:]]
+
+    def _subject(self) -> int:
+        """The number of the exchange that began what the chat is about; 0: all is about one."""
+        return max((number for number, user in enumerate(self.turns[::2], 1) if user.subject), default=0)
 
     def _take(self, answer: Turn, piece: Piece, stays: bool) -> None:
         """Add a piece to the answer; `stays`: its tokens are not taken back."""
@@ -325,16 +335,18 @@ class Conversation:
             if done and keep < len(self.turns):
                 done = self._go_back(self.turns[:keep], progress, cancel)
             if done:
-                recalled = self._recall(text, progress, cancel)
+                subject = self._begins_subject(text)
+                recalled = self._recall(text, subject, progress, cancel)
                 self._quotes = bool(recalled.passages)
                 user = self._user_turn(text, documents, recalled)
+                user.subject = subject
                 answering.require_room(self.engine, len(user.ids))
                 self._keep()
                 self._mark()
                 # The answer was stopped, until the engine says otherwise.
                 self.turns = [*self.turns, user, Turn("assistant", "", "cancelled", start=user.end)]
                 self._save(keep)
-                self.engine.begin_turn(user.ids)
+                self.engine.begin_turn(user.ids, subject)
                 done = self._read(user.ids, progress, cancel)
         except BaseException:
             self._return(before, keep)
@@ -357,17 +369,31 @@ class Conversation:
         encoder = local_encoder(lambda text: self.notice(text))
         return Memory(engine, encoder, info.options["find"], info.options["passages"], self.store)
 
-    def _recall(self, text: str, progress: Progress | None, cancel: Cancel | None) -> Recalled:
-        """What is read again for the user's next `text`."""
+    def _begins_subject(self, text: str) -> bool:
+        """Whether the user's next `text` does, where the method forgets a subject as a whole."""
+        if self.engine.info.options.get("evict") != "subjects" or not self.turns:
+            return False
+        ids = self.engine.render_turn(Message.of("user", text)).ids
+        if not subjects.begins(self.engine, ids, self.engine.count(text)):
+            return False
+        count = self.exchanges - self.context().forgotten_turns
+        self.notice(f"new subject: {count:,} turn{'' if count == 1 else 's'} out of sight")
+        return True
+
+    def _recall(self, text: str, subject: bool, progress: Progress | None, cancel: Cancel | None) -> Recalled:
+        """What is read again for the user's next `text`; all that was said is forgotten where it begins a
+        new `subject`."""
         if self.memory is None:
             return NOTHING
-        state, sinks = self.coverage(), self.engine.info.options["sinks"]
+        recent, sinks = self.coverage().recent, self.engine.info.options["sinks"]
+        if subject:
+            recent = self._end + 1  # not even the last words
         documents = self.documents if sinks < len(self.opening) else ()
-        if not state.recent:
+        if not recent:
             return NOTHING
         if not self.memory.update(documents, self.turns, progress, cancel):
             return NOTHING
-        recalled = self.memory.recall(text, self.turns, state.recent, self._end)
+        recalled = self.memory.recall(text, self.turns, recent, self._end)
         if recalled.passages:
             self.notice(str(recalled))
         return recalled
@@ -395,7 +421,7 @@ class Conversation:
             else:
                 ids = turn.ids if same else array.array("I", self.engine.encode(turn.text))
                 new = replace(turn, ids=ids, start=self._end)
-            self.turns.append(replace(new, pinned=turn.pinned))
+            self.turns.append(replace(new, pinned=turn.pinned, subject=turn.subject))
         return self.turns
 
     @property
@@ -468,14 +494,17 @@ class Conversation:
         total = sum(map(len, parts))
         if self.store:
             self._label()
-            pinned = {number for number, user in enumerate(turns[::2]) if user.pinned}
+            pinned, begun = (
+                {number for number, user in enumerate(turns[::2]) if getattr(user, name)}
+                for name in ("pinned", "subject")
+            )
             done, self.reused = self.engine.read(
-                self.opening, self.store, progress, cancel, turns=exchanges, pinned=pinned
+                self.opening, self.store, progress, cancel, turns=exchanges, pinned=pinned, subjects=begun
             )
             return done == total
         for number, part in enumerate(parts):
             if number:
-                self.engine.begin_turn(part)
+                self.engine.begin_turn(part, turns[2 * number - 2].subject)
             read = self.engine.prefill(part, behind(progress, done, total), cancel)
             if number and turns[2 * number - 2].pinned:
                 self.engine.pin(done, done + read)

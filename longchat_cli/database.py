@@ -43,16 +43,21 @@ def create(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
-def prepare(database: Any, path: Path, version: int, tables: Sequence[str]) -> None:
-    """Make the `tables` in a new file. Raises BadInput for one of a newer version."""
+def prepare(
+    database: Any, path: Path, version: int, tables: Sequence[str], changes: Sequence[str] = ()
+) -> None:
+    """Make the `tables` in a new file; one of version n, from 1 on, gets the `changes` from number n on.
+
+    Raises BadInput for one of a newer version.
+    """
     database.isolation_level = None
     if _version(database, path, version) == version:
         return
     database.execute("BEGIN IMMEDIATE")
-    if not _version(database, path, version):  # nobody made them meanwhile
-        for statement in tables:
-            database.execute(statement)
-        database.execute(f"PRAGMA user_version = {version}")
+    found = _version(database, path, version)  # somebody may have done it meanwhile
+    for statement in changes[found - 1 :] if found else tables:
+        database.execute(statement)
+    database.execute(f"PRAGMA user_version = {version}")
     database.execute("COMMIT")
 
 

@@ -104,12 +104,13 @@ class Engine(Protocol):
         cancel: Callable[[], bool] | None = None,
         turns: Sequence[Sequence[int]] = (),
         pinned: Collection[int] = (),
+        subjects: Collection[int] = (),
     ) -> tuple[int, int]:
         """As `prefill`, into an empty state, through the pages of `store`: (read or taken, taken of these).
 
         The state is the one `prefill` makes, bit for bit; logits are there once something is read behind it.
         `turns` come behind `ids`, as far as possible as `keep` left them; those numbered in `pinned` (from 0)
-        are not to be forgotten.
+        are not to be forgotten, those in `subjects` begin new ones.
         """
 
     def keep(self, shared: int = 0) -> None:
@@ -118,8 +119,14 @@ class Engine(Protocol):
         The first `shared` turns are another conversation's, too.
         """
 
-    def begin_turn(self, ids: Sequence[int]) -> None:
-        """A user's turn, `ids`, is read next; methods that forget whole turns count from its text on."""
+    def begin_turn(self, ids: Sequence[int], forget: bool = False) -> None:
+        """A user's turn, `ids`, is read next; methods that forget whole turns count from its text on.
+
+        `forget`: it begins a new subject; what was said before is out of sight from its text on.
+        """
+
+    def weigh(self, ids: Sequence[int]) -> list[float]:
+        """The log-probability of each of `ids[1:]`, some hundred at most, behind the state, which stays."""
 
     def pin(self, start: int, stop: int, on: bool = True) -> bool:
         """The turns at the stream positions [start, stop) are never to be forgotten; whether that holds.

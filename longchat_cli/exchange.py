@@ -45,6 +45,7 @@ def as_json(chat: Chat) -> dict[str, Any]:
                 "stop": turn.stop,
                 "time": turn.time,
                 "pinned": turn.pinned,
+                "subject": turn.subject,
                 "documents": _texts(turn.documents),
             }
             for turn in chat.turns
@@ -121,6 +122,7 @@ def _turn(number: int, value: Any) -> Turn:
         _text(value, "text"),
         stop,
         pinned=value.get("pinned") is True,
+        subject=value.get("subject") is True,
         documents=tuple(_documents(value)),
         thoughts=_text(value, "thoughts"),
         time=_time(value, "time"),

@@ -48,14 +48,14 @@ class Prefix:
         self.text = len(self.ends)
         """Boundaries of the text; those of turns are behind."""
 
-    def turn(self, ids: Sequence[int]) -> Prefix:
-        """The same and one boundary more: where a turn of `ids` ends.
+    def turn(self, ids: Sequence[int], subject: bool = False) -> Prefix:
+        """The same and one boundary more: where a turn of `ids` ends, which begins a new `subject` or not.
 
         Part of it was decoded, and not read: what is kept there is never taken for a text's.
         """
         longer = copy.copy(self)
         longer.ends = [*self.ends, self.ends[-1] + len(ids)]
-        name = digest(self._names[-1], "turn", array.array("I", ids).tobytes())
+        name = digest(self._names[-1], "subject" if subject else "turn", array.array("I", ids).tobytes())
         longer._names = [*self._names, name]
         return longer
 

@@ -27,7 +27,7 @@ from longchat_cli.terminal import Console
 if TYPE_CHECKING:
     import sqlite3
 
-VERSION = 1
+VERSION = 2
 PATIENCE = 5.0
 """Seconds to wait for another process that writes."""
 PACE = 0.5
@@ -42,7 +42,8 @@ _TABLES = (
     "branched INTEGER)",
     "CREATE TABLE turns (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, number INTEGER NOT NULL, "
     "role TEXT NOT NULL, text TEXT NOT NULL, thoughts TEXT NOT NULL, stop TEXT, time TEXT NOT NULL, "
-    "pinned INTEGER NOT NULL, ids BLOB NOT NULL, UNIQUE (session, number))",
+    "pinned INTEGER NOT NULL, ids BLOB NOT NULL, subject INTEGER NOT NULL DEFAULT 0, "
+    "UNIQUE (session, number))",
     "CREATE TABLE documents (session INTEGER NOT NULL, turn INTEGER NOT NULL, place INTEGER NOT NULL, "
     "name TEXT NOT NULL, text TEXT NOT NULL, header INTEGER NOT NULL, PRIMARY KEY (session, turn, place))",
     "CREATE VIRTUAL TABLE words USING fts5(text, content='turns', content_rowid='id')",
@@ -54,6 +55,8 @@ _TABLES = (
     "CREATE TRIGGER removed AFTER DELETE ON turns BEGIN "
     "INSERT INTO words(words, rowid, text) VALUES ('delete', old.id, old.text); END",
 )
+_CHANGES = ("ALTER TABLE turns ADD COLUMN subject INTEGER NOT NULL DEFAULT 0",)
+"""What makes a file of version n, from 1 on, one of the next."""
 _OPENING = -1
 """The `turn` of documents that stand before all turns."""
 
@@ -74,7 +77,8 @@ class Turn:
 
     `ids` are all tokens that it put into the state, those of the template included, from the stream position
     `start` on; an imported turn has none. `documents` stand in front of a user's words, `thoughts` before an
-    answer's; `pinned`: it is not to be forgotten.
+    answer's; `pinned`: it is not to be forgotten. `subject`: a user's turn that began a new one, before which
+    nothing was visible from there on.
     """
 
     role: str
@@ -86,6 +90,7 @@ class Turn:
     documents: tuple[Document, ...] = ()
     thoughts: str = ""
     time: str = field(default_factory=now)
+    subject: bool = False
 
     @property
     def end(self) -> int:
@@ -180,8 +185,8 @@ class Sessions:
                 "SELECT turn, name, text, header FROM documents WHERE session = ? ORDER BY turn, place", (id,)
             ).fetchall()
             rows = database.execute(
-                "SELECT number, role, text, thoughts, stop, time, pinned, ids FROM turns WHERE session = ? "
-                "ORDER BY number",
+                "SELECT number, role, text, thoughts, stop, time, pinned, ids, subject FROM turns "
+                "WHERE session = ? ORDER BY number",
                 (id,),
             ).fetchall()
         with _failures(self.path):
@@ -190,10 +195,11 @@ class Sessions:
                 documents.setdefault(turn, []).append(Document(name, text, header=header))
             first = _ids(*row)
             turns: list[Turn] = []
-            for number, role, text, thoughts, stop, said, pinned, ids in rows:
+            for number, role, text, thoughts, stop, said, pinned, ids, subject in rows:
                 start = turns[-1].end if turns else len(first)
                 carried = tuple(documents.get(number, ()))
-                turns.append(Turn(role, text, stop, _ids(ids), start, bool(pinned), carried, thoughts, said))
+                marks = bool(pinned), carried, thoughts, said, bool(subject)
+                turns.append(Turn(role, text, stop, _ids(ids), start, *marks))
             if len(turns) % 2:
                 raise ValueError(f"chat {id} lacks an answer")
         return Chat(about, first, documents.get(_OPENING, []), turns)
@@ -267,7 +273,7 @@ class Sessions:
             database.execute(f"PRAGMA locking_mode = {locking}")
             database.execute("PRAGMA secure_delete = ON")
             database.execute("PRAGMA journal_mode = WAL")
-            prepare(database, self.path, VERSION, _TABLES)
+            prepare(database, self.path, VERSION, _TABLES, _CHANGES)
         except BaseException:
             database.close()
             raise
@@ -395,10 +401,10 @@ def _put(database: sqlite3.Connection, id: int, chat: Chat, same: int) -> None:
     database.execute("DELETE FROM documents WHERE session = ? AND turn >= ?", (id, same))
     for number, turn in enumerate(chat.turns[same:], same):
         database.execute(
-            "INSERT INTO turns (session, number, role, text, thoughts, stop, time, pinned, ids) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session, number) DO UPDATE SET "
+            "INSERT INTO turns (session, number, role, text, thoughts, stop, time, pinned, ids, subject) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session, number) DO UPDATE SET "
             "role = excluded.role, text = excluded.text, thoughts = excluded.thoughts, stop = excluded.stop, "
-            "time = excluded.time, pinned = excluded.pinned, ids = excluded.ids",
+            "time = excluded.time, pinned = excluded.pinned, ids = excluded.ids, subject = excluded.subject",
             (
                 id,
                 number,
@@ -409,6 +415,7 @@ def _put(database: sqlite3.Connection, id: int, chat: Chat, same: int) -> None:
                 turn.time,
                 turn.pinned,
                 _blob(turn.ids),
+                turn.subject,
             ),
         )
         _put_documents(database, id, number, turn.documents)

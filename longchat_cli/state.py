@@ -22,7 +22,7 @@ from longchat_cli.attention.layer import Cache
 from longchat_cli.errors import BadInput, MissingInput, StorageError
 from longchat_cli.pages import Damaged, read_sealed, write_sealed
 
-FORMAT = 7
+FORMAT = 8
 CPU = torch.device("cpu")
 
 

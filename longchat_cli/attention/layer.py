@@ -278,8 +278,12 @@ class Layer:
         """Where what is forgotten ends: all from this absolute index on is visible."""
         return 0
 
-    def begin_turn(self, position: int) -> None:
-        """A turn of a chat begins at `position`, which may be ahead; for methods that forget whole turns."""
+    subject = 0
+    """Where the last subject of a chat began, for methods that forget what was before it."""
+
+    def begin_turn(self, position: int, forget: bool = False) -> None:
+        """A turn of a chat begins at `position`, which may be ahead; for methods that forget whole turns.
+        `forget`: it begins a new subject."""
 
     def pin(self, start: int, stop: int) -> bool:
         """Tokens [start, stop) are to stay visible; `stop` may be ahead. Whether they do from now on."""
@@ -370,12 +374,16 @@ def each_row(new: Rows, function: Callable[[Any], Any]) -> Bound:
 
 def at_least(value: Any, low: int) -> Any:
     """max(value, low) for a number or a tensor."""
-    return value.clamp(min=low) if isinstance(value, Tensor) else max(value, low)
+    if isinstance(value, int):  # the quickest test: every layer asks at every token
+        return value if value > low else low
+    return value.clamp(min=low)
 
 
 def at_most(value: Any, high: int) -> Any:
     """min(value, high) for a number or a tensor."""
-    return value.clamp(max=high) if isinstance(value, Tensor) else min(value, high)
+    if isinstance(value, int):
+        return value if value < high else high
+    return value.clamp(max=high)
 
 
 def seen_by(new: Rows, buffer: Buffer, start: Bound = 0, observe: Observe | None = None) -> Seen:
@@ -457,9 +465,13 @@ class Cache:
         """Tokens of pinned turns."""
         return max((layer.pinned() for layer in self.ruled()), default=0)
 
-    def begin_turn(self, position: int) -> None:
+    def subject(self) -> int:
+        """Where the last subject began; 0: all is one."""
+        return max((layer.subject for layer in self.ruled()), default=0)
+
+    def begin_turn(self, position: int, forget: bool = False) -> None:
         for layer in self.ruled():
-            layer.begin_turn(position)
+            layer.begin_turn(position, forget)
 
     def pin(self, start: int, stop: int) -> bool:
         held = [layer.pin(start, stop) for layer in self.ruled()]  # each of them, whatever the others say

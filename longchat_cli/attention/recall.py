@@ -13,7 +13,7 @@ from typing import Any
 
 from longchat_cli.attention.full import Full
 from longchat_cli.attention.layer import Method, option
-from longchat_cli.attention.sink import Sink
+from longchat_cli.attention.sink import EVICT, Sink
 
 FINDERS = ("fused", "lexical", "semantic", "attention")
 
@@ -36,7 +36,7 @@ class Recall(Full):
     margin: int = option(-1, "tokens of text kept around a passage; -1: as calibrated", low=-1)
     sinks: int = option(4, "in a chat: first tokens that stay", low=0)
     window: int = option(0, "in a chat: recent tokens that stay [there 1020]", low=0)
-    evict: str = option("tokens", "in a chat: what goes at a time", choices=("tokens", "turns"))
+    evict: str = option("tokens", "in a chat: what goes at a time", choices=EVICT)
 
     @classmethod
     def build(cls, options: Mapping[str, Any]) -> Method:

@@ -3,8 +3,8 @@
 A kept token's position is its place in the cache. Keys stay as the model rotated them; since rotation is
 relative, turning the *query* for the sink keys to its own place in the cache is the same as moving the sinks.
 
-Ours: with `evict` "turns" a whole turn of a chat goes at once, so that what is visible begins with a turn.
-Turns can be pinned: they stay behind the sinks.
+Ours: with `evict` "turns" a whole turn of a chat goes at once, so that what is visible begins with a turn;
+with "subjects" all turns go when one begins a new subject. Turns can be pinned: they stay behind the sinks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from longchat_cli.attention.rope import Rope
 from longchat_cli.attention.window import WindowLayer
 from longchat_cli.kernels import Bound, Span
 
+EVICT = ("tokens", "turns", "subjects")
+
 
 @dataclass(frozen=True)
 class Sink(Method):
@@ -46,7 +48,9 @@ class Sink(Method):
     sinks: int = option(4, "first tokens that stay", low=0)
     window: int = option(1020, "recent tokens that stay", low=1, budget=1)
     evict: str = option(
-        "tokens", "what goes at a time: tokens, as published, or whole turns", choices=("tokens", "turns")
+        "tokens",
+        "what goes at a time: tokens, as published, whole turns, or subjects of a chat",
+        choices=EVICT,
     )
 
     def layer(self, index: int, layers: int, rope: Rope | None) -> SinkLayer:
@@ -55,7 +59,7 @@ class Sink(Method):
 
 class SinkLayer(WindowLayer):
     """`turns` are positions where turns begin, as far as they may still be visible; `pins` hold what was read
-    of pinned turns, which end at `stops`."""
+    of pinned turns, which end at `stops`. What is before `subject` is out of sight from there on."""
 
     def __init__(self, method: Sink, rope: Rope | None) -> None:
         super().__init__(method, rope)
@@ -64,6 +68,7 @@ class SinkLayer(WindowLayer):
         self.pins: list[KVBuffer] = []
         self.stops: tuple[int, ...] = ()
         self.turns: tuple[int, ...] = ()
+        self.subject = 0
 
     def foreseen(self, new: Rows) -> bool:
         return len(self.head) >= self.sinks and not self.pins and type(self).spans is SinkLayer.spans
@@ -76,7 +81,7 @@ class SinkLayer(WindowLayer):
     def sees(self, new: Rows) -> list[Seen]:
         recent = super().sees(new)
         self._fill_pins()
-        if isinstance(new.end, int) and new.end <= self.window:
+        if isinstance(new.end, int) and new.end <= self.window and not self.subject:
             return recent
         left = self.left(new)
         shown: list[Seen] = []
@@ -99,14 +104,18 @@ class SinkLayer(WindowLayer):
 
     def left_at(self, position: Any) -> Any:
         gone = super().left_at(position)
-        return gone if self.method.evict == "tokens" or not self.turns else self._whole(gone)
+        if self.subject:
+            gone = self._hidden(position, gone)
+        return self._whole(gone) if self.method.evict == "turns" and self.turns else gone
 
     def visible(self) -> int:
         left = self.recent()
         stay = sum(min(max(left - held.first, 0), len(held)) for held in self._held())
         return min(self.seen, stay + self.seen + 1 - left)
 
-    def begin_turn(self, position: int) -> None:
+    def begin_turn(self, position: int, forget: bool = False) -> None:
+        if forget:
+            self.subject = position
         near = (turn for turn in self.turns if turn > self.seen - self.window)
         self.turns = (*near, position)
 
@@ -143,6 +152,14 @@ class SinkLayer(WindowLayer):
         """The rows' place in the cache, when tokens before `left` are gone but for those that stay."""
         outside = (at_most(at_least(left - held.first, 0), len(held)) for held in self._held())
         return each_row(new, lambda p: p - left) + sum(outside)
+
+    def _hidden(self, position: Any, gone: Any) -> Any:
+        """The first token visible at `position`, where without subjects it is `gone`. The row ahead of the
+        subject, which foretells its first token, sees itself alone behind what stays."""
+        if isinstance(position, int):
+            return max(gone, min(position, self.subject)) if position >= self.subject - 1 else gone
+        left = torch.maximum(gone, position.clamp(max=self.subject))
+        return torch.where(position >= self.subject - 1, left, gone)
 
     def _whole(self, gone: Any) -> Any:
         """The first turn that begins at or after `gone`, an index or int64 [rows]. A turn of which less than

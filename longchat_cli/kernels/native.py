@@ -24,7 +24,7 @@ from longchat_cli.errors import OutOfMemory
 from longchat_cli.kernels.packed import Packed, rows_at
 from longchat_cli.kernels.span import Bound, Span
 
-ABI = 8
+ABI = 9
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
@@ -41,8 +41,14 @@ class Linear(ctypes.Structure):
     """LongchatLinear."""
 
     _fields_ = [("codes", c_void_p)] + [
-        (name, c_int32) for name in ("rows", "cols", "bits", "group", "offset")
-    ]
+        (name, c_int32) for name in ("rows", "cols", "bits", "group")
+    ] + [("offset", c_float)]
+
+
+class Head(ctypes.Structure):
+    """LongchatHead."""
+
+    _fields_ = [("upper", Linear), ("rest", c_void_p)]
 
 
 class Block(ctypes.Structure):
@@ -125,7 +131,7 @@ class Step(ctypes.Structure):
 
 _POINTER, _COUNT, _STRIDE = c_void_p, c_int32, c_int64
 _ARGUMENTS: dict[str, list[Any]] = {
-    "linear": [_POINTER, _POINTER, c_float, _POINTER, _POINTER, _COUNT, _COUNT],
+    "logits": [_POINTER, _POINTER, c_float, _POINTER, _POINTER, _COUNT, _COUNT],
     "enter": [*[_POINTER] * 3, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],
     "leave": [*[_POINTER] * 3, _COUNT, _POINTER, _STRIDE, _STRIDE],
     "enter_many": [*[_POINTER] * 3, _COUNT, _POINTER, _POINTER, _COUNT, *[_POINTER] * 3],

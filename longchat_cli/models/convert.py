@@ -40,7 +40,7 @@ from longchat_cli.models.files import (
 )
 from longchat_cli.models.gguf import Gguf
 from longchat_cli.models.lean import FAMILIES, FULL, SLIDING
-from longchat_cli.models.native import TILES
+from longchat_cli.models.native import HEAD, REST, TILES
 
 FORMAT = 2
 RECORD = "longchat.json"
@@ -468,13 +468,16 @@ def _add_low_bit(gguf: Gguf, target: Path) -> None:
 
 def _write_tiles(gguf: Gguf, config: Json, file: Path) -> None:
     """Tiles of every part; the file's metadata says what form each has."""
-    parts = {
-        name: tiles.pack([tiles.decode(_rows(gguf, part, config), gguf.tensors[part].type) for part in some])
-        for name, some in _tileable(gguf)
-    }
-    shapes = {name: packed.shape for name, (_, packed) in parts.items()}
-    forms = {name: json.dumps(dataclasses.asdict(form)) for name, (form, _) in parts.items()}
-    _write_safetensors(file, "U8", shapes, (torch.from_numpy(x) for _, x in parts.values()), forms)
+    made: dict[str, np.ndarray] = {}
+    forms: dict[str, str] = {}
+    for name, some in _tileable(gguf):
+        codes = [tiles.decode(_rows(gguf, part, config), gguf.tensors[part].type) for part in some]
+        if name == HEAD and codes[0].bits == 8:
+            codes[0], made[REST] = tiles.split(codes[0])
+        form, made[name] = tiles.pack(codes)
+        forms[name] = json.dumps(dataclasses.asdict(form))
+    shapes = {name: x.shape for name, x in made.items()}
+    _write_safetensors(file, "U8", shapes, (torch.from_numpy(x) for x in made.values()), forms)
 
 
 def _write_packed(gguf: Gguf, config: Json, file: Path) -> None:

@@ -31,9 +31,13 @@ from longchat_cli.models.files import read_json, write_json
 
 DIFFERS = 0.15
 """Most that logits may differ from torch's, relative to their spread; rounding alone sets them 0.07 apart."""
+LIKELY = 64
+"""So many of the likeliest tokens are compared, by either path: of the others the library knows less."""
 TRIAL = (24, 8)
 """Tokens that the check reads at once, and those that it decodes one by one."""
-TILES = "tiles.safetensors"
+TILES = "tiles-2.safetensors"
+HEAD, REST = "head.0", "rest"
+"""In it, the last product's weights, and what their upper bits leave."""
 NORMS = ("attention_norm", "q_norm", "k_norm", "after_attention", "mlp_norm", "after_mlp")
 _GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
 
@@ -92,7 +96,7 @@ def _difference(decoder: lean.LeanDecoder, products: NativeProducts, fingerprint
 
 
 def _compare(decoder: lean.LeanDecoder, products: NativeProducts) -> float:
-    """The largest distance between the two paths' logits over the steps of a trial, in their spread."""
+    """The most that the two paths' logits are apart at a step of a trial, as a share of their spread."""
     before, asked, served = decoder.products, kernels.forced(), kernels.served.copy()
     try:
         ids = _own_text(decoder, products)
@@ -104,8 +108,9 @@ def _compare(decoder: lean.LeanDecoder, products: NativeProducts) -> float:
         kernels.force(asked)
         kernels.served.clear()  # --verbose counts what answers took
         kernels.served.update(served)
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((found - expected).norm(dim=-1) / spread).nan_to_num(torch.inf).max())
+    likely = torch.cat([x.topk(min(LIKELY, x.shape[-1])).indices for x in (found, expected)], dim=-1)
+    apart = (found - expected).gather(-1, likely).square().mean(-1).sqrt()
+    return float((apart / expected.std(-1)).nan_to_num(torch.inf).max())
 
 
 def _own_text(decoder: lean.LeanDecoder, products: NativeProducts) -> Tensor:
@@ -148,7 +153,10 @@ class Tiles:
                 self.tensors = {name: _copied(handle.get_tensor(name)) for name in handle.keys()}  # noqa: SIM118
                 stored = (handle.metadata() or {}).items()
                 self.forms = {name: tiles.Form(**json.loads(form)) for name, form in stored}
-            fit = all(tensor.shape == self.forms[name].shape for name, tensor in self.tensors.items())
+            shapes = {name: form.shape for name, form in self.forms.items()}
+            if REST in self.tensors:
+                shapes[REST] = self.forms[HEAD].rest
+            fit = all(tensor.shape == shapes[name] for name, tensor in self.tensors.items())
         except (SafetensorError, OSError, TypeError, ValueError, KeyError) as error:
             raise self._damaged(str(error)) from error
         if not fit or any(tensor.dtype != torch.uint8 for tensor in self.tensors.values()):
@@ -178,6 +186,10 @@ class Tiles:
             for name, form in zip(names, forms, strict=True)
         ]
 
+    def rest(self) -> int | None:
+        """The address of what the last product's upper bits leave, where they are apart."""
+        return self.tensors[REST].data_ptr() if REST in self.tensors else None
+
 
 def _copied(stored: Tensor) -> Tensor:
     """Read into memory: pages of a file are small ones."""
@@ -197,7 +209,7 @@ class NativeProducts(lean.Products):
         blocks = [self._block(index, block) for index, block in enumerate(d.blocks)]
         self.blocks = (native.Block * d.layers)(*blocks)
         self.table = step.Table(d.layers, d.dim)
-        self.head = self._parts("head", [d.head])[0]
+        self.head = native.Head(self._parts("head", [d.head])[0], self.tiles.rest() if self.tiles else None)
         # Gate and up lie in one run of tiles, which must not share one.
         self.tiled_rows = native.has_tiles() and d.hidden % native.TILE == 0
 
@@ -268,7 +280,7 @@ class NativeProducts(lean.Products):
         x, rotations = d.begin(ids, cache)
         self.table.fill(cache.layers, new, [rotations[kind] for kind in d.kinds])
         q = x.new_empty(d.layers, d.heads, new.rows, d.dim, dtype=torch.bfloat16)
-        found = x.new_empty(new.rows, self.head.rows)
+        found = x.new_empty(new.rows, self.head.upper.rows)
         asked = native.Step(
             ctypes.addressof(self.model),
             ctypes.addressof(self.blocks),
@@ -293,8 +305,8 @@ class NativeProducts(lean.Products):
         if len(x) > native.ROWS:
             return super().logits(x)
         x, d = x.contiguous(), self.decoder
-        found = x.new_empty(len(x), self.head.rows)
-        native.loaded().longchat_linear(
+        found = x.new_empty(len(x), self.head.upper.rows)
+        native.loaded().longchat_logits(
             ctypes.byref(self.head), _at(d.norm), d.eps, _at(x), _at(found), len(x), torch.get_num_threads()
         )
         return found

@@ -28,7 +28,7 @@ class Codes:
     codes: np.ndarray
     scales: np.ndarray
     minima: np.ndarray | None
-    offset: int
+    offset: float
 
     def take(self, order: np.ndarray) -> Codes:
         """The same weights with rows in another order."""
@@ -44,7 +44,7 @@ class Form:
     cols: int
     bits: int
     group: int
-    offset: int
+    offset: float
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -52,6 +52,11 @@ class Form:
         numbers = {16: 2, 32: 1}[self.group] * (2 if self.offset < 0 else 1)
         record = {4: 256, 5: 320, 8: 512}[self.bits] + numbers * TILE * 2
         return -(-self.rows // TILE), -(-self.cols // RECORD), record
+
+    @property
+    def rest(self) -> tuple[int, int, int]:
+        """The shape of what `split` left of these weights."""
+        return self.rows, self.cols // RECORD, RECORD // 2 + RECORD // self.group * 2
 
 
 def served(kinds: Sequence[Type]) -> bool:
@@ -74,6 +79,21 @@ def pack(parts: Sequence[Codes]) -> tuple[Form, np.ndarray]:
     if first.minima is not None:
         fields.append(_by_row(np.concatenate([p.minima for p in parts if p.minima is not None]), form))
     return form, np.ascontiguousarray(np.concatenate(fields, axis=-1))
+
+
+def split(codes: Codes) -> tuple[Codes, np.ndarray]:
+    """The upper four bits of eight-bit codes without minima, and the rest, uint8 as `Form.rest` has it.
+
+    A weight is what the upper bits make of it, wrong by half their step at most, + scale x (rest - 8): for
+    most rows of the last product the former will do (csrc/native.h, LongchatHead).
+    """
+    bits = (int(codes.offset) * 2).bit_length() - 5
+    upper = Codes(4, codes.group, codes.codes >> bits, codes.scales * np.float16(2**bits), None, 7.5)
+    rest = (codes.codes & (1 << bits) - 1) + np.uint8(8 - (1 << bits >> 1))
+    halves = rest.reshape(len(rest), -1, 2, RECORD // 2)
+    scales = codes.scales.reshape(len(rest), -1, RECORD // codes.group)
+    scales = np.ascontiguousarray(scales).view(np.uint8)
+    return upper, np.concatenate([halves[:, :, 0] | halves[:, :, 1] << 4, scales], axis=-1)
 
 
 def _interleaved(codes: np.ndarray, bits: int) -> np.ndarray:

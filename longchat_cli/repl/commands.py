@@ -100,8 +100,9 @@ def _context(repl: Repl, argument: str) -> None:
     colours, parts = coloured(sys.stderr), context_parts(seen, info.options.get("sinks", 0))
     speed = f", {repl.speed:,.0f} tok/s" if repl.speed else ""
     about = f"{printable(info.model)}, {info.method}, window {info.window:,}"
+    since = f", about one subject since turn {seen.subject:,}" if seen.subject else ""
     repl.console.say(
-        f"{about}: {_turns(seen.turns)}, {total:,} tokens seen\n"
+        f"{about}: {_turns(seen.turns)}, {total:,} tokens seen{since}\n"
         f"{bar(parts, width, colours)}\n{legend(parts, colours)}\n"
         f"{config.format_bytes(seen.bytes)} held{speed}"
     )

@@ -34,7 +34,7 @@ Choice chosen = widest();
 using longchat::chosen;
 using longchat::tried;
 
-int longchat_abi() { return 8; }
+int longchat_abi() { return 9; }
 
 const char* longchat_isa() { return chosen.name; }
 
@@ -53,9 +53,9 @@ int longchat_use(const char* isa) {
   return 1;
 }
 
-int longchat_linear(const LongchatLinear* w, const float* norm, float eps, const float* x, float* y, int rows,
+int longchat_logits(const LongchatHead* w, const float* norm, float eps, const float* x, float* y, int rows,
                     int threads) {
-  return tried(chosen.isa->linear, w, norm, eps, x, y, rows, threads);
+  return tried(chosen.isa->logits, w, norm, eps, x, y, rows, threads);
 }
 
 int longchat_enter(const LongchatModel* m, const LongchatBlock* b, const float* x, int rows, const float* cos,

@@ -440,7 +440,7 @@ void step(const LongchatStep* s) {
   out = memory.take<uint16_t>(m.heads * head);
   Room room(m, rows, memory);
   const int64_t used = memory.used();
-  const LongchatLinear last[1] = {*s->head};
+  const LongchatLinear last[1] = {s->head->upper};
   Attention attention;
   parallel(m.threads, [&](Team& team, int thread) {
     for (int index = 0; index < s->n_layers; ++index) {
@@ -469,7 +469,7 @@ void step(const LongchatStep* s) {
       room.input = quantized_input(last, room.normed, rows, memory);
     }
     team.barrier();
-    multiply(last, room.input, s->logits, rows, team);
+    last_product(*s->head, room.input, s->logits, rows, team);
   });
 }
 

@@ -8,7 +8,7 @@
 namespace longchat {
 
 struct Isa {
-  void (*linear)(const LongchatLinear*, const float*, float, const float*, float*, int, int);
+  void (*logits)(const LongchatHead*, const float*, float, const float*, float*, int, int);
   void (*enter)(const LongchatModel*, const LongchatBlock*, const float*, int, const float*, const float*, int,
                 uint16_t*, uint16_t*, uint16_t*);
   void (*leave)(const LongchatModel*, const LongchatBlock*, float*, int, const uint16_t*, int64_t, int64_t);

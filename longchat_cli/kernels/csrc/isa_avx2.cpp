@@ -15,6 +15,6 @@
 #include "attention.inl"
 
 namespace longchat {
-const Isa kAvx2 = {linear, enter, leave, attend, step, add_norm, rotate, gated};
+const Isa kAvx2 = {logits, enter, leave, attend, step, add_norm, rotate, gated};
 }
 #endif

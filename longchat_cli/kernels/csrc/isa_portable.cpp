@@ -13,5 +13,5 @@
 #include "attention.inl"
 
 namespace longchat {
-const Isa kPortable = {linear, enter, leave, attend, step, add_norm, rotate, gated};
+const Isa kPortable = {logits, enter, leave, attend, step, add_norm, rotate, gated};
 }

@@ -147,6 +147,15 @@ inline Sum16 times(float s, Sum16 x) { return _mm512_mul_ps(_mm512_set1_ps(s), x
 inline Sum16 fused(Sum16 a, Sum16 b, Sum16 c) { return _mm512_fmadd_ps(a, b, c); }
 inline Sum16 spread(float s) { return _mm512_set1_ps(s); }
 inline void store16(float* p, Sum16 x) { _mm512_storeu_ps(p, x); }
+inline Sum16 floats16(const float* p) { return _mm512_loadu_ps(p); }
+inline Sum16 larger16(Sum16 a, Sum16 b) { return _mm512_max_ps(a, b); }
+// Of 16 bytes the low and the high four bits, less 8.
+inline void nibbles16(const uint8_t* p, Sum16* low, Sum16* high) {
+  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i eight = _mm512_set1_epi32(8), mask = _mm512_set1_epi32(15);
+  *low = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(both, mask), eight));
+  *high = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(both, 4), eight));
+}
 
 template <int BITS>
 struct Codes {
@@ -206,6 +215,16 @@ inline Sum16 fused(Sum16 a, Sum16 b, Sum16 c) {
 inline void store16(float* p, Sum16 x) {
   _mm256_storeu_ps(p, x.a);
   _mm256_storeu_ps(p + 8, x.b);
+}
+inline Sum16 floats16(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Sum16 larger16(Sum16 a, Sum16 b) { return {_mm256_max_ps(a.a, b.a), _mm256_max_ps(a.b, b.b)}; }
+inline __m256 less8(__m256i codes) { return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8))); }
+inline void nibbles16(const uint8_t* p, Sum16* low, Sum16* high) {
+  const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m256i a = _mm256_cvtepu8_epi32(both), b = _mm256_cvtepu8_epi32(_mm_srli_si128(both, 8));
+  const __m256i mask = _mm256_set1_epi32(15);
+  *low = {less8(_mm256_and_si256(a, mask)), less8(_mm256_and_si256(b, mask))};
+  *high = {less8(_mm256_srli_epi32(a, 4)), less8(_mm256_srli_epi32(b, 4))};
 }
 
 template <int BITS>
@@ -296,6 +315,21 @@ inline Sum16 fused(const Sum16& a, const Sum16& b, Sum16 c) {
   return c;
 }
 inline void store16(float* p, const Sum16& s) { __builtin_memcpy(p, s.x, 64); }
+inline Sum16 floats16(const float* p) {
+  Sum16 s;
+  __builtin_memcpy(s.x, p, 64);
+  return s;
+}
+inline Sum16 larger16(Sum16 a, const Sum16& b) {
+  for (int r = 0; r < 16; ++r) a.x[r] = a.x[r] > b.x[r] ? a.x[r] : b.x[r];
+  return a;
+}
+inline void nibbles16(const uint8_t* p, Sum16* low, Sum16* high) {
+  for (int i = 0; i < 16; ++i) {
+    low->x[i] = static_cast<float>((p[i] & 15) - 8);
+    high->x[i] = static_cast<float>((p[i] >> 4) - 8);
+  }
+}
 
 template <int BITS>
 struct Codes {
@@ -566,14 +600,79 @@ struct Room {
   }
 };
 
-void linear(const LongchatLinear* w, const float* weight, float eps, const float* x, float* y, int rows,
-            int threads) {
-  const LongchatLinear one[1] = {*w};
-  scratch.reset(input_bytes(w->cols, rows) + static_cast<int64_t>(rows) * w->cols * 4);
-  float* normed = scratch.take<float>(static_cast<int64_t>(rows) * w->cols);
-  for (int r = 0; weight && r < rows; ++r) norm(x + r * w->cols, weight, normed + r * w->cols, w->cols, eps);
-  const Input input = quantized_input(one, weight ? normed : x, rows, scratch);
-  parallel(threads, [&](Team& team, int) { multiply(one, input, y, rows, team); });
+// ---- the last product --------------------------------------------------------------------------------------
+
+constexpr float kNear = 12.0f;  // so far below the largest logit a token has e^-12 of its probability: nobody's choice
+constexpr int kSome = 512;      // logits that a thread takes at once
+
+// What the upper bits of a row of weights leave of its product with x.
+inline float rest_of(const uint8_t* row, const float* x, int blocks, int group) {
+  Sum16 sum = zero16();
+  for (int b = 0; b < blocks; ++b, row += 16 + kBlock / group * 2, x += kBlock) {
+    uint16_t scale[2];
+    __builtin_memcpy(scale, row + 16, 2);
+    __builtin_memcpy(scale + 1, row + 14 + kBlock / group * 2, 2);
+    Sum16 low, high;
+    nibbles16(row, &low, &high);
+    sum = fused(times(half(scale[0]), low), floats16(x), sum);
+    sum = fused(times(half(scale[1]), high), floats16(x + 16), sum);
+  }
+  float lanes[16], all = 0;
+  store16(lanes, sum);
+  for (int l = 0; l < 16; ++l) all += lanes[l];
+  return all;
+}
+
+inline float largest_of(const float* y, int n) {
+  Sum16 most = spread(y[0]);
+  int i = 0;
+  for (; i + 16 <= n; i += 16) most = larger16(most, floats16(y + i));
+  float lanes[16], largest = y[0];
+  store16(lanes, most);
+  for (int l = 0; l < 16; ++l) largest = lanes[l] > largest ? lanes[l] : largest;
+  for (; i < n; ++i) largest = y[i] > largest ? y[i] : largest;
+  return largest;
+}
+
+// Complete a row's logits that are not below `cut`.
+void refine(const LongchatHead& head, const float* x, float* y, float cut, Team& team, int stage) {
+  const int blocks = head.upper.cols / kBlock, group = head.upper.group;
+  const int64_t bytes = blocks * (16 + kBlock / group * 2);
+  int64_t begin, end;
+  while (team.take(stage, head.upper.rows, kSome, &begin, &end)) {
+    int n = 0, near[kSome + 1];
+    for (int64_t i = begin; i < end; ++i) {
+      near[n] = static_cast<int>(i);
+      n += y[i] >= cut;
+    }
+    for (int j = 0; j < n; ++j) {
+      for (int64_t line = 0; j + 2 < n && line < bytes; line += 64) __builtin_prefetch(head.rest + near[j + 2] * bytes + line);
+      y[near[j]] += rest_of(head.rest + near[j] * bytes, x, blocks, group);
+    }
+  }
+}
+
+// Logits y [rows, out] of the states that `input` was made of. All threads come here.
+void last_product(const LongchatHead& head, const Input& input, float* y, int rows, Team& team) {
+  const LongchatLinear upper[1] = {head.upper};
+  const int64_t out = head.upper.rows;
+  multiply(upper, input, y, rows, team);
+  if (!head.rest) return;
+  team.barrier();
+  float cut[kRows];
+  for (int r = 0; r < rows; ++r) cut[r] = largest_of(y + r * out, head.upper.rows) - kNear;
+  team.barrier();
+  for (int r = 0; r < rows; ++r) refine(head, input.x + r * head.upper.cols, y + r * out, cut[r], team, r);
+}
+
+void logits(const LongchatHead* head, const float* weight, float eps, const float* x, float* y, int rows, int threads) {
+  const LongchatLinear upper[1] = {head->upper};
+  const int width = head->upper.cols;
+  scratch.reset(input_bytes(width, rows) + static_cast<int64_t>(rows) * width * 4);
+  float* normed = scratch.take<float>(static_cast<int64_t>(rows) * width);
+  for (int r = 0; weight && r < rows; ++r) norm(x + r * width, weight, normed + r * width, width, eps);
+  const Input input = quantized_input(upper, weight ? normed : x, rows, scratch);
+  parallel(threads, [&](Team& team, int) { last_product(*head, input, y, rows, team); });
 }
 
 // Where a layer's queries, keys and values go, and how they are turned: heads so far apart, rows one after another.

@@ -17,7 +17,15 @@ struct LongchatLinear {
   int32_t rows, cols;
   int32_t bits;
   int32_t group;   // columns that share a scale: 16 or 32
-  int32_t offset;  // -1: minima are stored
+  float offset;    // -1: minima are stored
+};
+
+// The weights [out, width] of the last product. With `rest`, `upper` has the upper four bits of each alone, and `rest`
+// what these leave, a row after another: for each 32 columns a byte of columns i (low half) and 16 + i for i below 16,
+// then the scale, or those of both 16 columns (float16). It adds scale x (code - 8).
+struct LongchatHead {
+  LongchatLinear upper;
+  const uint8_t* rest;  // or null
 };
 
 // A decoder layer. Pointers that a model has no use for are null, parts of a product that are one have no rows.
@@ -81,7 +89,7 @@ struct LongchatStep {
   const LongchatBlock* blocks;
   const LongchatLayer* layers;
   const float* norm;           // [width], before the last product
-  const LongchatLinear* head;  // the last product
+  const LongchatHead* head;    // the last product
   float* x;                    // [rows, width]; changed
   uint16_t* q;                 // [layers, heads, rows, dim]: the queries, for whoever wants them
   float* logits;               // [rows, out]
@@ -98,8 +106,9 @@ int longchat_use(const char* isa);
 
 // What returns an int returns 0 when there was not enough memory. Rows are eight at most where not said otherwise.
 
-// y [rows, out] = x [rows, in] W^T, x normed by `norm` [in] unless it is null; x and y are float32.
-int longchat_linear(const LongchatLinear*, const float* norm, float eps, const float* x, float* y, int rows,
+// y [rows, out] = x [rows, width] W^T, x normed by `norm` [width] unless it is null; x and y are float32. Of weights
+// with a rest, a row's results within 12 of its largest are those of all bits, the others of the upper ones.
+int longchat_logits(const LongchatHead*, const float* norm, float eps, const float* x, float* y, int rows,
                     int threads);
 
 // Norm, q, k, v products, q and k norms and rotation (cos, sin [rows, planes]) of x [rows, width].
@@ -112,7 +121,7 @@ int longchat_leave(const LongchatModel*, const LongchatBlock*, float* x, int row
 
 int longchat_attend(const LongchatAttention*);
 
-// Tokens through all layers in one call: as enter, attend and leave for each, then linear.
+// Tokens through all layers in one call: as enter, attend and leave for each, then logits.
 int longchat_step(const LongchatStep*);
 
 // The same for many rows, with tile instructions where this CPU has them: no lists, nothing observed.
