@@ -84,6 +84,7 @@ class FakeEngine:
         *watching: Any,
         turns: Sequence[Sequence[int]] = (),
         pinned: Any = (),
+        subjects: Any = (),
     ) -> tuple[int, int]:
         return self.prefill([*ids, *(id for turn in turns for id in turn)], *watching), 0
 
@@ -118,7 +119,7 @@ class FakeEngine:
         recent = forgotten + self.options.get("sinks", 4) if forgotten else 0
         return Coverage(len(self.ids), visible, forgotten, 8 * visible, recent)
 
-    def begin_turn(self, ids: Sequence[int]) -> None:
+    def begin_turn(self, ids: Sequence[int], forget: bool = False) -> None:
         pass
 
     def pin(self, start: int, stop: int, on: bool = True) -> bool:

@@ -36,7 +36,7 @@ LAYERS = [
         "engine",
     },
     {"local", "prefix", "recall"},
-    {"citations", "sources", "attribution", "whole", "memory"},
+    {"citations", "sources", "attribution", "whole", "memory", "subjects"},
     {
         "ask",
         "answering",
@@ -61,7 +61,7 @@ LIGHT = [
     "documents", "models.catalog", "models.fetch", "models.files", "attention.__init__", "ask", "answering",
     "pinned", "chat", "inspection", "models.memory", "repl", "cli", "commands", "__main__", "__init__",
     "evaluation.facts", "evaluation.lines", "recall.lexical", "recall.passages", "recall.kept", "pages",
-    "citations", "wording", "sources", "whole", "memory",
+    "citations", "wording", "sources", "whole", "memory", "subjects",
 ]  # fmt: skip
 """Modules that import neither torch nor transformers at module level."""
 
