@@ -401,12 +401,13 @@ def blocks(
     return made.reshape(rows, -1)
 
 
-def product(linear: native.Linear, x: Tensor, y: Tensor | None = None) -> Tensor:
+def product(linear: native.Linear, x: Tensor, y: Tensor | None = None, rest: int | None = None) -> Tensor:
     """y [rows, out] of the library, into memory full of NaN if none is given."""
     if y is None:
         y = torch.full((len(x), linear.rows), torch.nan)
-    native.loaded().longchat_linear(
-        ctypes.byref(linear), None, 0.0, x.data_ptr(), y.data_ptr(), len(x), torch.get_num_threads()
+    head = native.Head(linear, rest)
+    native.loaded().longchat_logits(
+        ctypes.byref(head), None, 0.0, x.data_ptr(), y.data_ptr(), len(x), torch.get_num_threads()
     )
     return y
 
@@ -466,9 +467,43 @@ def test_products(isa, kind):
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q6_K])
+def test_logits_near_the_largest_have_all_bits(isa, kind):
+    stored = blocks(kind, 1000, 512)
+    weights = torch.from_numpy(gguf.quants.dequantize(stored, kind)).double()
+    x = normal(8, 512)
+    x *= 6 / (x.double() @ weights.t()).std(-1, keepdim=True).float()
+    exact = x.double() @ weights.t()
+    upper, rest = tiles.split(tiles.decode(stored, kind))
+    linear = tiled(*tiles.pack([upper]))
+    rough, found = product(linear, x), product(linear, x, rest=rest.ctypes.data)
+    near = rough >= rough.max(-1, keepdim=True).values - 12
+    assert 0 < near.sum() < near.numel() / 4
+    size = ((x.double() ** 2) @ (weights**2).t()).sqrt()
+    assert float(((found - exact).abs() / size)[near].max()) <= 2e-3
+    assert torch.equal(found[~near], rough[~near])
+    assert float((rough - exact).abs().max()) > 0.5 > float((rough - exact).mean().abs())
+    assert torch.equal(found.argmax(-1), exact.argmax(-1))
+    alone = torch.cat([product(linear, x[row : row + 1], rest=rest.ctypes.data) for row in range(8)])
+    assert torch.equal(found, alone)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(product(linear, x, rest=rest.ctypes.data), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_extreme_codes(isa):
     """The smallest and largest code against activations of either sign: no sum leaves its integer."""
-    for bits, group, offset in ((4, 32, 8), (5, 32, 16), (8, 32, 128), (8, 16, 32), (8, 16, -1), (4, 32, -1)):
+    for bits, group, offset in (
+        (4, 32, 8),
+        (4, 32, 7.5),
+        (5, 32, 16),
+        (8, 32, 128),
+        (8, 16, 32),
+        (8, 16, -1),
+        (4, 32, -1),
+    ):
         for code in (0, 1, 2**bits - 1):
             codes = np.full((17, 96), code, np.uint8)
             scales = np.ones((17, 96 // group), np.float16)

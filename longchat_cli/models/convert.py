@@ -42,7 +42,7 @@ from longchat_cli.models.gguf import Gguf
 from longchat_cli.models.lean import FAMILIES, FULL, SLIDING
 from longchat_cli.models.native import HEAD, REST, TILES
 
-FORMAT = 2
+FORMAT = 3
 RECORD = "longchat.json"
 ALIGNMENT = 64
 """Bytes at whose multiples the tensors of a file begin, as far as their sizes allow: a cache line."""

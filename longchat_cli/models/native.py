@@ -35,7 +35,7 @@ LIKELY = 64
 """So many of the likeliest tokens are compared, by either path: of the others the library knows less."""
 TRIAL = (24, 8)
 """Tokens that the check reads at once, and those that it decodes one by one."""
-TILES = "tiles-2.safetensors"
+TILES = "tiles.safetensors"
 HEAD, REST = "head.0", "rest"
 """In it, the last product's weights, and what their upper bits leave."""
 NORMS = ("attention_norm", "q_norm", "k_norm", "after_attention", "mlp_norm", "after_mlp")

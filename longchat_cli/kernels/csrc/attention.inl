@@ -423,7 +423,7 @@ void attend(const LongchatAttention* a) {
 void step(const LongchatStep* s) {
   const LongchatModel& m = *s->model;
   const int rows = s->rows;
-  const int64_t head = static_cast<int64_t>(rows) * m.dim, width = m.width;
+  const int64_t head = static_cast<int64_t>(rows) * m.dim;
   uint16_t* out = nullptr;
   auto attention_of = [&](int index) {
     const LongchatLayer& layer = s->layers[index];
@@ -438,7 +438,7 @@ void step(const LongchatStep* s) {
   scratch.reset(Room::bytes(m, rows) + m.heads * head * 2 + most);
   Scratch& memory = scratch;
   out = memory.take<uint16_t>(m.heads * head);
-  Room room(m, rows, memory);
+  Room room(m, rows, s->x, memory);
   const int64_t used = memory.used();
   const LongchatLinear last[1] = {s->head->upper};
   Attention attention;
@@ -447,7 +447,7 @@ void step(const LongchatStep* s) {
       const LongchatBlock& block = s->blocks[index];
       const LongchatLayer& layer = s->layers[index];
       if (thread == 0) memory.release(used);
-      project(m, block, s->x, rows, room, team, thread);
+      project(m, block, rows, room, team, thread);
       if (thread == 0) {
         place(m, block, rows, room, {layer.cos, layer.sin, layer.planes, s->q + index * m.heads * head,
               layer.k[0], layer.v[0], head, layer.k_head[0], layer.v_head[0]});
@@ -461,15 +461,11 @@ void step(const LongchatStep* s) {
       team.barrier();
       attention.run(team);
       team.barrier();
-      finish(m, block, s->x, rows, out, head, m.dim, room, team, thread);
+      finish(m, block, rows, out, head, m.dim, room, team, thread);
     }
-    if (thread == 0) {
-      memory.release(used);
-      for (int r = 0; r < rows; ++r) norm(s->x + r * width, s->norm, room.normed + r * width, m.width, m.eps);
-      room.input = quantized_input(last, room.normed, rows, memory);
-    }
-    team.barrier();
-    last_product(*s->head, room.input, s->logits, rows, team);
+    Own& own = room.own[thread];
+    own.prepare_normed(last, s->norm, m.eps, rows);
+    last_product(*s->head, own.input, s->logits, rows, team);
   });
 }
 

@@ -499,8 +499,9 @@ struct Input {
 
 inline int64_t input_bytes(int cols, int rows) { return kParts * rows * (quantized_bytes(cols) + 64); }
 
+// `memory` has input_bytes.
 template <int N>
-Input quantized_input(const LongchatLinear (&w)[N], const float* x, int rows, Scratch& memory) {
+Input quantized_input(const LongchatLinear (&w)[N], const float* x, int rows, char* memory) {
   Input input{x, {}};
   for (int part = 0; part < N; ++part) {
     if (w[part].rows == 0 || w[part].bits == 16) continue;
@@ -510,7 +511,8 @@ Input quantized_input(const LongchatLinear (&w)[N], const float* x, int rows, Sc
         to = input.rows[0][r];
         continue;
       }
-      to = quantized_at(memory.take<char>(quantized_bytes(w[part].cols)), w[part].cols);
+      to = quantized_at(memory, w[part].cols);
+      memory += (quantized_bytes(w[part].cols) + 63) / 64 * 64;
       quantize(x + static_cast<int64_t>(r) * w[part].cols, w[part].cols, w[part].group, to);
     }
   }
@@ -566,37 +568,58 @@ inline void norm(const float* x, const float* weight, float* y, int n, float eps
 
 // ---- a layer -----------------------------------------------------------------------------------------------
 
-// What a layer of up to kRows rows computes in. Between products the calling thread prepares the next one's
-// input: it alone takes memory.
-struct Room {
-  Scratch& memory;
-  float *normed, *heads, *seen, *y, *wide, *gated, *spare;
+// What a thread knows of a layer by itself: what stands between two products each computes anew, which takes less
+// time than waiting for one that does it for all. The first thread's x is the caller's.
+struct Own {
+  float *x, *normed, *seen, *gated, *spare;
+  char* memory;
   Input input;
 
-  static int64_t bytes(const LongchatModel& m, int rows) {
-    const int widest = m.width > m.hidden ? m.width : m.hidden, seen = m.heads * m.dim;
-    const int64_t floats = 2 * m.width + (2 * m.heads + 2 * m.kv_heads) * m.dim + 3 * m.hidden;
-    return (rows * floats + m.width) * 4 + 5 * input_bytes(widest > seen ? widest : seen, rows);
-  }
-  Room(const LongchatModel& m, int rows, Scratch& from) : memory(from) {
-    normed = memory.take<float>(rows * m.width);
-    heads = memory.take<float>(rows * (m.heads + 2 * m.kv_heads) * m.dim);
-    seen = memory.take<float>(rows * m.heads * m.dim);
-    y = memory.take<float>(rows * m.width);
-    wide = memory.take<float>(rows * 2 * m.hidden);
-    gated = memory.take<float>(rows * m.hidden);
-    spare = memory.take<float>(m.width);
-  }
   template <int N>
-  void prepare(const LongchatLinear (&w)[N], const float* x, int rows) {
-    input = quantized_input(w, x, rows, memory);
+  void prepare(const LongchatLinear (&w)[N], const float* from, int rows) {
+    input = quantized_input(w, from, rows, memory);
   }
   // As `prepare`, of x normed.
   template <int N>
-  void prepare_normed(const LongchatLinear (&w)[N], const float* x, const float* weight, float eps, int rows) {
+  void prepare_normed(const LongchatLinear (&w)[N], const float* weight, float eps, int rows) {
     const int width = w[0].cols;
     for (int r = 0; r < rows; ++r) norm(x + r * width, weight, normed + r * width, width, eps);
     prepare(w, normed, rows);
+  }
+};
+
+// What a layer of up to kRows rows computes in: the results of products, which all threads write and read.
+struct Room {
+  float *heads, *y, *wide;
+  Own own[longchat::kMaxThreads];
+
+  static int widest(const LongchatModel& m) {
+    const int wider = m.width > m.hidden ? m.width : m.hidden, seen = m.heads * m.dim;
+    return wider > seen ? wider : seen;
+  }
+  static int64_t bytes(const LongchatModel& m, int rows) {
+    const int64_t shared = m.width + (m.heads + 2 * m.kv_heads) * m.dim + 2 * m.hidden;
+    const int64_t alone = 2 * m.width + m.heads * m.dim + m.hidden;
+    const int64_t own = (rows * alone + m.width) * 4 + input_bytes(widest(m), rows) + 6 * 64;
+    return rows * shared * 4 + team_of(m) * own;
+  }
+  Room(const LongchatModel& m, int rows, float* x, Scratch& from) {
+    y = from.take<float>(rows * m.width);
+    heads = from.take<float>(rows * (m.heads + 2 * m.kv_heads) * m.dim);
+    wide = from.take<float>(rows * 2 * m.hidden);
+    for (int thread = 0; thread < team_of(m); ++thread) {
+      Own& mine = own[thread];
+      mine.x = thread ? from.take<float>(rows * m.width) : x;
+      mine.normed = from.take<float>(rows * m.width);
+      mine.seen = from.take<float>(rows * m.heads * m.dim);
+      mine.gated = from.take<float>(rows * m.hidden);
+      mine.spare = from.take<float>(m.width);
+      mine.memory = from.take<char>(input_bytes(widest(m), rows));
+      if (thread) __builtin_memcpy(mine.x, x, rows * m.width * 4);
+    }
+  }
+  static int team_of(const LongchatModel& m) {
+    return m.threads < 1 ? 1 : m.threads > longchat::kMaxThreads ? longchat::kMaxThreads : m.threads;
   }
 };
 
@@ -670,8 +693,9 @@ void logits(const LongchatHead* head, const float* weight, float eps, const floa
   const int width = head->upper.cols;
   scratch.reset(input_bytes(width, rows) + static_cast<int64_t>(rows) * width * 4);
   float* normed = scratch.take<float>(static_cast<int64_t>(rows) * width);
+  char* memory = scratch.take<char>(input_bytes(width, rows));
   for (int r = 0; weight && r < rows; ++r) norm(x + r * width, weight, normed + r * width, width, eps);
-  const Input input = quantized_input(upper, weight ? normed : x, rows, scratch);
+  const Input input = quantized_input(upper, weight ? normed : x, rows, memory);
   parallel(threads, [&](Team& team, int) { last_product(*head, input, y, rows, team); });
 }
 
@@ -711,11 +735,10 @@ void place_row(const LongchatModel& m, const LongchatBlock& b, float* heads, int
 }
 
 // q, k, v of x [rows, width] before rotation, to room.heads. All threads come here, and leave together.
-void project(const LongchatModel& m, const LongchatBlock& b, const float* x, int rows, Room& room, Team& team,
-             int thread) {
-  if (thread == 0) room.prepare_normed(b.qkv, x, b.attention_norm, m.eps, rows);
-  team.barrier();
-  multiply(b.qkv, room.input, room.heads, rows, team);
+void project(const LongchatModel& m, const LongchatBlock& b, int rows, Room& room, Team& team, int thread) {
+  Own& own = room.own[thread];
+  own.prepare_normed(b.qkv, b.attention_norm, m.eps, rows);
+  multiply(b.qkv, own.input, room.heads, rows, team);
   team.barrier();
 }
 
@@ -727,8 +750,8 @@ void place(const LongchatModel& m, const LongchatBlock& b, int rows, Room& room,
 void enter(const LongchatModel* m, const LongchatBlock* b, const float* x, int rows, const float* cos,
            const float* sin, int planes, uint16_t* q, uint16_t* k, uint16_t* v) {
   scratch.reset(Room::bytes(*m, rows));
-  Room room(*m, rows, scratch);
-  parallel(m->threads, [&](Team& team, int thread) { project(*m, *b, x, rows, room, team, thread); });
+  Room room(*m, rows, const_cast<float*>(x), scratch);  // which only `finish` changes
+  parallel(m->threads, [&](Team& team, int thread) { project(*m, *b, rows, room, team, thread); });
   const int64_t head = static_cast<int64_t>(rows) * m->dim;
   place(*m, *b, rows, room, {cos, sin, planes, q, k, v, head, head, head});
 }
@@ -746,49 +769,41 @@ inline void gate(const LongchatModel& m, const float* gate, const float* up, flo
     for (int i = 0; i < m.hidden; ++i) gated[i] = silu(gate[i]) * up[i];
 }
 
-// The attention's out [heads, rows, dim] joins x, then the MLP. All threads come here; the first one leaves last.
-void finish(const LongchatModel& m, const LongchatBlock& b, float* x, int rows, const uint16_t* out,
-            int64_t out_head, int64_t out_row, Room& room, Team& team, int thread) {
+// The attention's out [heads, rows, dim] joins x, then the MLP. All threads come here, each with all of x.
+void finish(const LongchatModel& m, const LongchatBlock& b, int rows, const uint16_t* out, int64_t out_head,
+            int64_t out_row, Room& room, Team& team, int thread) {
   const int64_t attended = m.heads * m.dim, width = m.width, hidden = m.hidden;
-  if (thread == 0) {
-    for (int r = 0; r < rows; ++r)
-      for (int h = 0; h < m.heads; ++h)
-        for (int i = 0; i < m.dim; ++i)
-          room.seen[r * attended + h * m.dim + i] = widen(out[h * out_head + r * out_row + i]);
-    room.prepare(b.o, room.seen, rows);
+  Own& own = room.own[thread];
+  for (int r = 0; r < rows; ++r)
+    for (int h = 0; h < m.heads; ++h)
+      for (int i = 0; i < m.dim; ++i)
+        own.seen[r * attended + h * m.dim + i] = widen(out[h * out_head + r * out_row + i]);
+  own.prepare(b.o, own.seen, rows);
+  multiply(b.o, own.input, room.y, rows, team);
+  team.barrier();
+  for (int r = 0; r < rows; ++r) {
+    const float* y = room.y + r * width;
+    for (int i = 0; b.o_bias && i < width; ++i) own.normed[i] = y[i] + b.o_bias[i];
+    join(own.x + r * width, b.o_bias ? own.normed : y, b.after_attention, own.spare, m.width, m.eps);
   }
+  own.prepare_normed(b.gate_up, b.mlp_norm, m.eps, rows);
+  multiply(b.gate_up, own.input, room.wide, rows, team);
   team.barrier();
-  multiply(b.o, room.input, room.y, rows, team);
+  for (int r = 0; r < rows; ++r)
+    gate(m, room.wide + r * 2 * hidden, room.wide + r * 2 * hidden + hidden, own.gated + r * hidden);
+  own.prepare(b.down, own.gated, rows);
+  multiply(b.down, own.input, room.y, rows, team);
   team.barrier();
-  if (thread == 0) {
-    for (int r = 0; r < rows; ++r) {
-      float* y = room.y + r * width;
-      for (int i = 0; b.o_bias && i < width; ++i) y[i] += b.o_bias[i];
-      join(x + r * width, y, b.after_attention, room.spare, m.width, m.eps);
-    }
-    room.prepare_normed(b.gate_up, x, b.mlp_norm, m.eps, rows);
-  }
-  team.barrier();
-  multiply(b.gate_up, room.input, room.wide, rows, team);
-  team.barrier();
-  if (thread == 0) {
-    for (int r = 0; r < rows; ++r)
-      gate(m, room.wide + r * 2 * hidden, room.wide + r * 2 * hidden + hidden, room.gated + r * hidden);
-    room.prepare(b.down, room.gated, rows);
-  }
-  team.barrier();
-  multiply(b.down, room.input, room.y, rows, team);
-  team.barrier();
-  if (thread == 0)
-    for (int r = 0; r < rows; ++r) join(x + r * width, room.y + r * width, b.after_mlp, room.spare, m.width, m.eps);
+  for (int r = 0; r < rows; ++r)
+    join(own.x + r * width, room.y + r * width, b.after_mlp, own.spare, m.width, m.eps);
 }
 
 void leave(const LongchatModel* m, const LongchatBlock* b, float* x, int rows, const uint16_t* out,
            int64_t out_head, int64_t out_row) {
   scratch.reset(Room::bytes(*m, rows));
-  Room room(*m, rows, scratch);
+  Room room(*m, rows, x, scratch);
   parallel(m->threads, [&](Team& team, int thread) {
-    finish(*m, *b, x, rows, out, out_head, out_row, room, team, thread);
+    finish(*m, *b, rows, out, out_head, out_row, room, team, thread);
   });
 }
 
