@@ -40,9 +40,11 @@ REDUCE = {"max": 1, "mean": 2, "sum": 3}
 class Linear(ctypes.Structure):
     """LongchatLinear."""
 
-    _fields_ = [("codes", c_void_p)] + [
-        (name, c_int32) for name in ("rows", "cols", "bits", "group")
-    ] + [("offset", c_float)]
+    _fields_ = (
+        [("codes", c_void_p)]
+        + [(name, c_int32) for name in ("rows", "cols", "bits", "group")]
+        + [("offset", c_float)]
+    )
 
 
 class Head(ctypes.Structure):
