@@ -2,7 +2,7 @@
 
 Words that go on with a conversation are likelier behind it than where it is out of sight; words that begin
 something else are not. The measure is the part of their pointwise mutual information (Church and Hanks, 1990)
-that speaks for the conversation, a token's share of it bounded, so that one name said again does not decide.
+that speaks for the conversation: that it makes some tokens less likely does not speak against it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from longchat_cli.engine import Engine
 
 LEAST = 8
 """Tokens of words that can begin a subject: "why?" and "make it shorter" never do."""
-LOOKED = 64
-"""Tokens that are looked at, the first ones."""
-MOST = 4.0
-"""What a token can say for the conversation at most, in nats."""
-GAIN = 0.3
+LOOKED = 48
+"""Tokens that are looked at, the first ones: what a message is about stands there."""
+GAIN = 0.4
 """Nats a token that words on the same subject gain at least. Measured (docs/endless.md): hiding what a
 follow-up needs is far worse than showing what it does not."""
 
@@ -40,5 +38,4 @@ def gain(engine: Engine, ids: Sequence[int], count: int) -> float:
         alone = engine.weigh(ids)
     finally:
         engine.restore(mark)
-    gains = (min(max(a - b, 0.0), MOST) for a, b in zip(seen, alone, strict=True))
-    return sum(gains) / min(count, LOOKED)
+    return sum(max(a - b, 0.0) for a, b in zip(seen, alone, strict=True)) / min(count, LOOKED)

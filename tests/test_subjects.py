@@ -171,17 +171,17 @@ def test_words_that_gain_nothing_begin_a_subject(tokenizer: Tokenizer) -> None:
     assert max(read) <= subjects.LOOKED + len(ids) - engine.count(long)
 
 
-def test_no_token_says_more_than_its_share(tokenizer: Tokenizer) -> None:
+def test_what_becomes_less_likely_does_not_count(tokenizer: Tokenizer) -> None:
     engine = Judged(tokenizer)
     engine.prefill(range(60))
 
     def weigh(ids: Sequence[int]) -> list[float]:
-        """One token is much likelier behind the conversation, all others are a little less likely."""
-        return [-2.0] * (len(ids) - 1) if engine.forgets else [-2.5] * (len(ids) - 2) + [50.0]
+        """One token is likelier behind the conversation, all others are less likely."""
+        return [-4.0] * (len(ids) - 1) if engine.forgets else [-9.0] * (len(ids) - 2) + [-1.0]
 
     engine.weigh = weigh  # type: ignore[method-assign]
     ids = engine.render_turn(Message.of("user", "the river ran past the old mill")).ids
-    assert subjects.gain(engine, ids, 20) == pytest.approx(subjects.MOST / 20)
+    assert subjects.gain(engine, ids, 20) == pytest.approx(3 / 20)
 
 
 def test_a_chat_says_so_and_takes_it_back(tokenizer: Tokenizer) -> None:
