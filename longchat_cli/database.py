@@ -27,6 +27,9 @@ def failures(path: Path, what: str, do: str) -> Iterator[Any]:
     except sqlite3.OperationalError as error:
         if "disk is full" in str(error):
             raise StorageError(f"{what} {path} cannot be written", "the disk is full", _ROOM) from error
+        if "readonly database" in str(error):
+            why = "the file, its directory or the disk is read-only"
+            raise StorageError(f"{what} {path} cannot be written", why, "make it writable") from error
         raise StorageError(f"{what} {path} cannot be used", str(error)) from error
     except sqlite3.DatabaseError as error:
         raise BadInput(f"{what} {path} is damaged", str(error), do) from error

@@ -191,6 +191,8 @@ class Store:
         self._total: int | None = None
         self.stopped = False
         """Nothing more is kept."""
+        self.failure = ""
+        """Why a page could not be written; a spent budget is none."""
 
     def of(self, tokens: int, **about: Any) -> Store | None:
         """This store for a text of so many tokens, told more about it; None where that is not kept."""
@@ -251,7 +253,9 @@ class Store:
             told = {**(metadata or {}), "key": key, "about": json.dumps(self.about)}
             size = write_sealed(self.path(key), save, told)
         except (OSError, SafetensorError, LongchatError) as error:
-            self._stop(f"what was read is not kept: {getattr(error, 'strerror', None) or error}")
+            full = "No space left" in str(error)  # safetensors says so in words of its own
+            self.failure = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
+            self._stop(f"what was read is not kept: {self.failure}")
             return False
         self._mine[key] = None
         self._verified.pop(key, None)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 # C0 without \t and \n, DEL, C1, lone surrogates, bidirectional embeddings, overrides and isolates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _STRINGS = "]PX^_\x9d\x90\x98\x9e\x9f"  # OSC, DCS, SOS, PM, APC: after ESC, and as C1
 _CSI = "[\x9b"
 
@@ -69,6 +70,11 @@ class Sanitizer:
         elif c in _STRINGS[5:]:
             self._state = "string"
         return "" if _UNSAFE.match(c) else c
+
+
+def replace_surrogates(text: str) -> str:
+    """Text of the same length that can be encoded: bytes that were no UTF-8 become replacement characters."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 def brief(text: str, most: int = 60) -> str:

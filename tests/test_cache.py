@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from longchat_cli import local, state
 from longchat_cli.__main__ import main
 from longchat_cli.cli import cli
-from longchat_cli.errors import BadInput, MissingInput, UsageError
+from longchat_cli.errors import BadInput, MissingInput, StorageError, UsageError
 from longchat_cli.pages import Store, digest
 from longchat_cli.prose import prose
 from longchat_cli.sessions import OPENING, known_as
@@ -153,6 +153,14 @@ def full_disk(bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_ingest_that_kept_nothing_has_failed(run: Run, book: Path) -> None:
+    run("ingest", book)
+    book.write_text(book.read_text() + "More. " * 600)
+    with full_disk(5_000), pytest.raises(StorageError, match="not all of what was read is kept: "):
+        run("ingest", book)
+    assert run("ingest", book).exit_code == 0
 
 
 @pytest.mark.parametrize("method", ["sink", "cca"])

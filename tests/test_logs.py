@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from longchat_cli import logs
 from longchat_cli.cli import cli
+from longchat_cli.database import failures
 from longchat_cli.errors import BadInput, MissingInput, StorageError
 from longchat_cli.logs import Entry, Log, Recorder
 from longchat_cli.terminal import Console
@@ -223,3 +225,14 @@ def test_looking_things_up(run: Run, tmp_path: Path) -> None:
     assert len(run("logs", "list").stdout.splitlines()) == 1
     run("logs", "rm", "--all")
     assert not path.exists()
+
+
+def test_a_log_that_must_not_be_written_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "logs.db"
+    Log(path).add(ENTRY)
+    with (
+        contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database,
+        pytest.raises(StorageError, match="cannot be written: .* read-only; make it writable"),
+        failures(path, "the log", ""),
+    ):
+        database.execute("DELETE FROM answers")

@@ -21,6 +21,7 @@ from longchat_cli.commands.framework import MethodCommand, command
 from longchat_cli.commands.options import (
     MODEL,
     Size,
+    Words,
     cache_size_option,
     complete_files,
     estimate_option,
@@ -30,6 +31,7 @@ from longchat_cli.commands.options import (
     reading_options,
     take,
 )
+from longchat_cli.errors import StorageError
 from longchat_cli.terminal import Interrupts
 
 
@@ -37,7 +39,7 @@ from longchat_cli.terminal import Interrupts
 @click.argument("names", nargs=-1, metavar="DOC...", required=True, shell_complete=complete_files)
 @method_option("As `ask` will have it; auto: full if everything fits the window, else recall.")
 @overflow_option
-@click.option("--system", metavar="TEXT", help="System prompt, as `ask` will have it.")
+@click.option("--system", type=Words(), metavar="TEXT", help="System prompt, as `ask` will have it.")
 @click.option(
     "--max-tokens",
     type=Size(),
@@ -85,3 +87,6 @@ def ingest(names: tuple[str, ...], method: str, method_options: dict[str, Any], 
     tokens, kept = store.about["tokens"], format_bytes(store.written)
     seconds = time.perf_counter() - start
     console.notice(f"{store.about['method']}: {tokens:,} tokens in {seconds:.1f} s, {kept} newly kept")
+    if store.failure:
+        do = f"make room in {store.root} and run it again"
+        raise StorageError("not all of what was read is kept", store.failure, do)

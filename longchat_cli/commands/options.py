@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 
 from longchat_cli.attention import METHODS
 from longchat_cli.errors import UsageError
+from longchat_cli.terminal_text import replace_surrogates
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -31,6 +32,15 @@ def complete_models(ctx: click.Context, param: click.Parameter, incomplete: str)
 def complete_methods(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of methods."""
     return [CompletionItem(name) for name in METHODS if name.startswith(incomplete)]
+
+
+class Words(click.ParamType):
+    """Words for a model; bytes of the command line that are no UTF-8 become replacement characters."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return replace_surrogates(str(value))
 
 
 class Size(click.ParamType):
