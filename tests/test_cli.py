@@ -178,6 +178,35 @@ def test_ask(run: Callable[..., Result], note: str) -> None:
     assert "loaded fake" in run("ask", "--verbose", note, "how many sails?").err
 
 
+def test_words_that_are_no_utf_8_are_replaced(
+    run: Callable[..., Result], note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGCHAT_NO_LOG", "0")
+    for words in (("what \udcff?",), ("-q", "what \udcff?")):
+        done = run("ask", note, *words, "--system", "be \udcff brief", "--show-prompt", "--json")
+        assert done.code == 0 and json.loads(done.out)["question"] == "what \ufffd?"
+        assert "be \ufffd brief" in done.err and "warning" not in done.err  # the log has it, too
+    assert "what \ufffd?" in run("logs", "list").out
+
+
+def test_a_notice_of_the_log_begins_a_line(tokenizer_dir: Path, note: str, tmp_path: Path) -> None:
+    program = [sys.executable, str(Path(__file__).with_name("fakes.py")), str(tokenizer_dir), "0,0"]
+    one: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "stdin": subprocess.DEVNULL,
+    }
+    own = os.environ | {"LONGCHAT_DATA_DIR": str(tmp_path / "data"), "LONGCHAT_NO_LOG": "0"}
+    done = subprocess.run([*program, "ask", note, "q?"], cwd=tmp_path, env=own, text=True, **one)
+    assert "You said: q?\nanswers are logged in " in done.stdout
+
+
+def test_lists_are_called_by_either_name(run: Callable[..., Result]) -> None:
+    for group in ("models", "logs", "cache", "sessions"):
+        assert run(group, "ls").code == run(group, "list").code == 0
+    assert run("logs", "remove", "99").code == 66 and run("config", "ls").code == 2
+
+
 def test_ask_stdin(run: Callable[..., Result], note: str) -> None:
     text = b"The river is wide.\n"
     assert "stdin" in run("ask", "-", "q?", stdin=text).err

@@ -24,6 +24,7 @@ from longchat_cli.commands.options import (
     MODEL,
     SAMPLERS,
     Name,
+    Words,
     cache_options,
     complete_files,
     estimate_option,
@@ -37,6 +38,7 @@ from longchat_cli.commands.options import (
 )
 from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.terminal import Interrupts, is_tty, open_output
+from longchat_cli.terminal_text import replace_surrogates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +65,12 @@ CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer
     show_default=True,
     help="Longer than the window: find passages, or read the whole in parts; auto: by the question.",
 )
-@click.option("--system", metavar="TEXT", help="System prompt. [default: to answer with words of the text]")
+@click.option(
+    "--system",
+    type=Words(),
+    metavar="TEXT",
+    help="System prompt. [default: to answer with words of the text]",
+)
 @click.option(
     "--output",
     "-o",
@@ -124,7 +131,7 @@ def ask(
     cite = params["strict_cite"] or footnotes or (as_json and params["cite"] is None)
     sampling = Sampling(**take(params, SAMPLERS), schema=schema)
     request = Request(
-        tuple(asked),
+        tuple(map(replace_surrogates, asked)),
         _system(params["system"], schema),
         method,
         method_options,
@@ -194,8 +201,10 @@ def _answer_all(
             opener, finders, collection, request, shown.piece(out), console, Interrupts(), prompt, _weigh
         ):
             answers.append(answer)
-            record(_entry(answer))
-            shown.whole(out, answer, last=len(answers) == len(request.questions))
+            try:
+                shown.whole(out, answer, last=len(answers) == len(request.questions))
+            finally:  # behind the answer's last line, and whether or not that could be printed
+                record(_entry(answer))
             _remark(answer, console)
             if answer.cancelled:
                 raise KeyboardInterrupt

@@ -21,6 +21,7 @@ from longchat_cli.commands.options import (
     SAMPLERS,
     Name,
     Size,
+    Words,
     cache_size_option,
     complete_files,
     log_option,
@@ -80,7 +81,7 @@ class Think(click.ParamType):
     shell_complete=complete_files,
     help="Start from a document; repeatable.",
 )
-@click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
+@click.option("--system", type=Words(), metavar="TEXT", help="System prompt; it is never forgotten.")
 @click.option("--system-file", metavar="FILE", shell_complete=complete_files, help="The same from a file.")
 @click.option(
     "--role",

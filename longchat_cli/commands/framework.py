@@ -79,6 +79,9 @@ def path_of(ctx: click.Context) -> configured.Path:
     return (*above, str(ctx.info_name)) if ctx.parent else ()
 
 
+_SYNONYMS = {"ls": "list", "list": "ls", "rm": "remove", "remove": "rm"}
+
+
 class Group(click.Group):
     """Commands in the order they were written, each a `Command`."""
 
@@ -87,6 +90,15 @@ class Group(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of this name, or of the name that other groups have for it."""
+        other = _SYNONYMS.get(args[0], args[0])
+        if args[0] not in self.commands and other in self.commands:
+            args = [other, *args[1:]]
+        return super().resolve_command(ctx, args)
 
 
 class MethodCommand(Command):

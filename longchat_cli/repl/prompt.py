@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from longchat_cli import config
 from longchat_cli.errors import CannotCreate, UsageError
 from longchat_cli.repl.completion import Choices, completer
 from longchat_cli.terminal import echo, is_tty
+from longchat_cli.terminal_text import replace_surrogates
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 PROMPT = "> "
 Edit = Callable[[str], str]
 """Lets the user change a text. Raises UsageError."""
-_SURROGATES = re.compile("[\ud800-\udfff]")
 _REMEMBERED = 1 << 16
 """Characters of an input that the history file keeps; a pasted book is not typed again."""
 
@@ -110,8 +109,8 @@ def _session(
 
 def _replace_surrogates(buffer: Buffer) -> None:
     """Bytes that are no UTF-8: prompt-toolkit makes surrogates of them, which nothing could encode."""
-    if _SURROGATES.search(buffer.text):
-        buffer.text = _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", buffer.text)
+    if (text := replace_surrogates(buffer.text)) != buffer.text:
+        buffer.text = text
 
 
 def _bindings(several: Any, edit: Edit) -> Any:
