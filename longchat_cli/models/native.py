@@ -28,6 +28,7 @@ from longchat_cli.kernels import Rotation, native
 from longchat_cli.models import lean, step, tiles
 from longchat_cli.models.fetch import Say, to_stderr
 from longchat_cli.models.files import read_json, write_json
+from longchat_cli.models.pace import Pace
 
 DIFFERS = 0.15
 """Most that logits may differ from torch's, relative to their spread; rounding alone sets them 0.07 apart."""
@@ -209,6 +210,7 @@ class NativeProducts(lean.Products):
         blocks = [self._block(index, block) for index, block in enumerate(d.blocks)]
         self.blocks = (native.Block * d.layers)(*blocks)
         self.table = step.Table(d.layers, d.dim)
+        self.pace = Pace()
         self.head = native.Head(self._parts("head", [d.head])[0], self.tiles.rest() if self.tiles else None)
         # Gate and up lie in one run of tiles, which must not share one.
         self.tiled_rows = native.has_tiles() and d.hidden % native.TILE == 0
@@ -294,8 +296,8 @@ class NativeProducts(lean.Products):
             new.rows,
             d.scale,
         )
-        self.model.threads = torch.get_num_threads()
-        native.loaded().longchat_step(ctypes.byref(asked))
+        with self.pace.step(torch.get_num_threads()) as self.model.threads:
+            native.loaded().longchat_step(ctypes.byref(asked))
         kernels.served["native"] += d.layers
         self.table.settle(cache.layers, new, q, d.scale)
         cache.position = new.end

@@ -85,9 +85,13 @@ void Team::barrier() {
     arrived_.store(0, std::memory_order_relaxed);
     begin();
     round_.store(round + 1, std::memory_order_release);
+    round_.notify_all();
     return;
   }
-  wait_until([&] { return round_.load(std::memory_order_acquire) != round; });
+  // Whoever spins on while others want the processor has none left when it is its turn.
+  auto met = [&] { return round_.load(std::memory_order_acquire) != round; };
+  for (int i = 0; i < kSpins && !met(); ++i) LONGCHAT_PAUSE();
+  while (!met()) round_.wait(round, std::memory_order_acquire);
 }
 
 void run(int threads, Work work, void* context) {
