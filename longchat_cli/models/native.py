@@ -30,8 +30,8 @@ from longchat_cli.models.fetch import Say, to_stderr
 from longchat_cli.models.files import read_json, write_json
 from longchat_cli.models.pace import Pace
 
-DIFFERS = 0.15
-"""Most that logits may differ from torch's, relative to their spread; rounding alone sets them 0.07 apart."""
+DIFFERS = 0.1
+"""Most that logits may differ from torch's, relative to their spread; rounding alone sets them 0.02 apart."""
 LIKELY = 64
 """So many of the likeliest tokens are compared, by either path: of the others the library knows less."""
 TRIAL = (24, 8)
