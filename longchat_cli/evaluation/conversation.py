@@ -89,7 +89,8 @@ def _said(bench: Bench, chat: Conversation, text: str) -> Said:
     """The answer of a conversation in this process."""
     list(chat.send(text, bench.sampling))
     state = chat.coverage()
-    return Said(chat.turns[-1], state.seen, state.bytes)
+    user, answer = chat.turns[-2:]
+    return Said(user, answer, state.seen, state.bytes)
 
 
 def _judged(bench: Bench, turns: Sequence[str], said: Sequence[Said]) -> list[Row]:
@@ -114,6 +115,7 @@ def _judged(bench: Bench, turns: Sequence[str], said: Sequence[Said]) -> list[Ro
                 "bytes": given.bytes,
                 "resident": given.resident,
                 "recalled": given.recalled,
+                "subject": given.user.subject,
                 "answer": answer.text,
             }
         )
@@ -169,6 +171,7 @@ def totals(rows: Sequence[Row]) -> list[Row]:
                     "bytes": mine[-1]["bytes"],
                     "resident": mine[-1]["resident"],
                     "recalled": sum(row["recalled"] for row in mine),
+                    "subjects": sum(row["subject"] for row in mine),
                     "repeated": _mean(row["repeated"] for row in mine),
                     "repeated_fresh": _mean(row["repeated"] for row in theirs),
                     "copied": _mean(row["copied"] for row in mine),
@@ -203,9 +206,10 @@ def show(result: dict[str, Any]) -> str:
             f"{t['perplexity']:.3f}",
             f"{t['perplexity_fresh']:.3f}",
             str(t["recalled"]),
+            str(t["subjects"]),
             f"{t['bytes'] / 1e6:.1f}",
             f"{t['resident'] / 1e6:,.0f}",
         ]
         for t in result["totals"]
     ]
-    return table([*header, "recalled", "MB", "process"], rows)
+    return table([*header, "recalled", "subjects", "MB", "process"], rows)

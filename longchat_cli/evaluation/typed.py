@@ -28,9 +28,11 @@ _GRACE = 10.0
 
 @dataclass(frozen=True)
 class Said:
-    """An `answer` and what `/context` says behind it: tokens `seen`, `bytes` held. `recalled` counts what was
-    read again for it; `resident` are the bytes of the whole process (0: the system does not tell)."""
+    """A user's turn, its `answer` and what `/context` says behind it: tokens `seen`, `bytes` held. `recalled`
+    counts what was read again for it; `resident` are the bytes of the whole process (0: the system does not
+    tell)."""
 
+    user: Turn
     answer: Turn
     seen: int
     bytes: int
@@ -100,6 +102,7 @@ class Typed:
             raise LongchatError("what was typed is not what was said", user.text[:99])
         context = self._shown(_PASTE.format("/context"))
         return Said(
+            user,
             answer,
             int(_found(r"([\d,]+) tokens seen", context).replace(",", "")),
             parse_size(_found(r"(\S+ \w+) held", context)),
