@@ -25,8 +25,11 @@ from longchat_cli.local import LocalEngine, with_method
 from longchat_cli.pages import Store
 from longchat_cli.prompt import Message
 from longchat_cli.prose import prose
+from longchat_cli.repl import commands
+from longchat_cli.repl.loop import Repl
 from longchat_cli.sampling import Sampling
 from longchat_cli.sessions import Sessions
+from longchat_cli.terminal import Console
 from longchat_cli.tokens import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -184,7 +187,7 @@ def test_what_becomes_less_likely_does_not_count(tokenizer: Tokenizer) -> None:
     assert subjects.gain(engine, ids, 20) == pytest.approx(3 / 20)
 
 
-def test_a_chat_says_so_and_takes_it_back(tokenizer: Tokenizer) -> None:
+def test_a_chat_says_so_and_takes_it_back(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
     chat = Conversation(Judged(tokenizer))
     chat.notice = told.append  # type: ignore[method-assign]
@@ -203,6 +206,8 @@ def test_a_chat_says_so_and_takes_it_back(tokenizer: Tokenizer) -> None:
     assert told == ["new subject: 3 turns out of sight"]
     assert [turn.subject for turn in chat.turns[::2]] == [False, False, False, True, False]
     assert (chat.context().forgotten_turns, chat.context().subject) == (3, 4)
+    commands.take(Repl((chat, None, {}), Sampling(), Console(), None), "/context")  # type: ignore[arg-type]
+    assert "tokens seen, about one subject since turn 4" in capsys.readouterr().err
     answers = [turn.ids for turn in chat.turns[1::2]]
     assert said == [[], answers[:1], answers[:2], [], answers[3:4]]  # what is out of sight is not said again
     chat.undo()
