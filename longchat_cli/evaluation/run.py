@@ -261,7 +261,7 @@ def _streameval(wording: str) -> Callable[[Subject, Options, Progress], dict[str
 
 def _conversation(subject: Subject, options: Options, progress: Progress) -> dict[str, Any]:
     bench, about = _bench(subject, options)
-    journal = Journal(options.output, {"task": "conversation", **about})
+    journal = Journal(options.output, {"task": "conversation", "typed": True, **about})
     return talking.conversation(bench, options.data, journal, progress)
 
 
