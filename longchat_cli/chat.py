@@ -302,8 +302,12 @@ class Conversation:
         return [turn.ids for turn in self.turns[2 * first - 1 : -1 : 2][-SAID:]]
 
     def _subject(self) -> int:
-        """The number of the exchange that began what the chat is about; 0: all is about one."""
-        return max((number for number, user in enumerate(self.turns[::2], 1) if user.subject), default=0)
+        """The number of the exchange before which all is out of sight; 0: none is."""
+        begun = [number for number, user in enumerate(self.turns[::2], 1) if user.subject]
+        return max(begun, default=0) if self._forgets_subjects() else 0
+
+    def _forgets_subjects(self) -> bool:
+        return self.engine.info.options.get("evict") == "subjects"
 
     def _take(self, answer: Turn, piece: Piece, stays: bool) -> None:
         """Add a piece to the answer; `stays`: its tokens are not taken back."""
@@ -371,7 +375,7 @@ class Conversation:
 
     def _begins_subject(self, text: str) -> bool:
         """Whether the user's next `text` does, where the method forgets a subject as a whole."""
-        if self.engine.info.options.get("evict") != "subjects" or not self.turns:
+        if not (self._forgets_subjects() and self.turns):
             return False
         ids = self.engine.render_turn(Message.of("user", text)).ids
         if not subjects.begins(self.engine, ids, self.engine.count(text)):

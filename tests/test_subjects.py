@@ -272,6 +272,10 @@ def test_a_chat_goes_on_behind_its_subject(
     assert torch.allclose(logits(again), wanted, atol=0 if keeps else 1e-3)
     assert agrees(again) and again.coverage() == hidden
     assert again.reused == (hidden.seen if keeps else 0)
+    again.rebuild(with_method(again.engine, "sink", {**OPTIONS, "evict": "tokens"}))  # type: ignore[arg-type]
+    assert again.coverage().recent == again.context().subject == 0
+    again.rebuild(with_method(again.engine, "sink", OPTIONS))  # type: ignore[arg-type]
+    assert again.coverage() == hidden and again.context().subject == 3
     assert again.undo() and again.undo() and again.coverage().recent == 0
 
 

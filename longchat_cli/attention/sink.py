@@ -114,7 +114,7 @@ class SinkLayer(WindowLayer):
         return min(self.seen, stay + self.seen + 1 - left)
 
     def begin_turn(self, position: int, forget: bool = False) -> None:
-        if forget:
+        if forget and self.method.evict == "subjects":
             self.subject = position
         near = (turn for turn in self.turns if turn > self.seen - self.window)
         self.turns = (*near, position)
