@@ -140,6 +140,7 @@ class LocalEngine:
         self, ids: Sequence[int], progress: Progress | None = None, cancel: Callable[[], bool] | None = None
     ) -> int:
         done = 0
+        self.cache.expect(len(ids))
         while done < len(ids) and not (cancel and cancel()):
             part = ids[done : done + self.chunk]
             self.feed(part, decoding=False)

@@ -29,7 +29,7 @@ class Storage:
     def __init__(self, first: int = 0) -> None:
         self.first = self.end = first
         self._tensors: tuple[Tensor, ...] = ()
-        self._offset = 0
+        self._offset = self._expected = 0
         self._sharing: weakref.WeakSet[Storage] = weakref.WeakSet([self])
         self.memory = [0]  # shared with copies on the same memory: how far that was ever written
         self._origin = object()  # shared with copies: their common entries are the same
@@ -49,6 +49,10 @@ class Storage:
         behind = self.reserve(more, new)
         for x, added in zip(self._tensors, new, strict=True):
             x.narrow(1, behind, more).copy_(added)
+
+    def expect(self, end: int) -> None:
+        """Entries up to the absolute index `end` are about to come: room for all is made once."""
+        self._expected = end
 
     def reserve(self, more: int, like: Sequence[Tensor] = ()) -> int:
         """Count in `more` entries at the end, which are written later; their place in the memory.
@@ -107,6 +111,7 @@ class Storage:
         return made
 
     def _capacity(self, count: int) -> int:
+        count = max(count, self._expected - self.first)
         return -(-self.room(count) // self.granule) * self.granule
 
     def _looked_at(self, at: int) -> bool:
@@ -136,6 +141,9 @@ class Buffer:
     def append(self, *new: Tensor) -> None:
         """Take the next tokens' keys and values [heads, n, dim]."""
         raise NotImplementedError
+
+    def expect(self, end: int) -> None:
+        """Tokens up to the absolute index `end` are about to come."""
 
     def drop_before(self, index: int) -> None:
         """Forget tokens before the absolute `index`."""

@@ -30,6 +30,9 @@ class FullLayer(Layer):
         super().__init__(method, rope)
         self.kv = self.buffer()
 
+    def expect(self, end: int) -> None:
+        self.kv.expect(end)
+
     def joins(self, new: Rows) -> list[Buffer]:
         return [self.kv]
 

@@ -245,6 +245,9 @@ class Layer:
             return KVBuffer(first, torch.bfloat16 if kind == "bf16" else None)
         return PackedBuffer(kind, first)
 
+    def expect(self, end: int) -> None:
+        """A prompt up to the position `end` is about to come in several calls."""
+
     def joins(self, new: Rows) -> list[Buffer]:
         """The buffers that the new tokens join, without what these push out."""
         raise NotImplementedError
@@ -431,6 +434,11 @@ class Cache:
         text = self.text
         self.restore(self._empty)
         self.skipped, self.text = skipped, text
+
+    def expect(self, tokens: int) -> None:
+        """So many tokens are about to come in several calls."""
+        for layer in self.own():
+            layer.expect(self.position + tokens)
 
     def rewind(self, position: int) -> None:
         """Go back to an earlier position without a mark of it, where the method has `exact_rows`."""
