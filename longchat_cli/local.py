@@ -23,7 +23,7 @@ from longchat_cli.attention import method_class
 from longchat_cli.attention.layer import Cache, Method
 from longchat_cli.constrain import Constraint
 from longchat_cli.engine import Coverage, EngineInfo, Piece, Progress, behind
-from longchat_cli.errors import ContextOverflow
+from longchat_cli.errors import ContextOverflow, UsageError
 from longchat_cli.kernels import native
 from longchat_cli.models import lookup
 from longchat_cli.models.lookup import Lookup
@@ -73,7 +73,8 @@ class Decoder(Protocol):
 class LocalEngine:
     """Implements `engine.Engine` for a decoder in this process.
 
-    `compile`: decode in a step of fixed shapes. Raises UsageError where `models.static` cannot.
+    `compile`: decode in a step of fixed shapes. Raises UsageError where `models.static` cannot, and where the
+    method is to forget subjects that layers of the model's own go on seeing.
     """
 
     def __init__(
@@ -96,6 +97,10 @@ class LocalEngine:
         elif lookup.serves(decoder, method):
             self.stepper = Lookup(decoder, lambda: self.ids)
         self.reset()
+        whole = len(self.cache.ruled()) == len(self.cache.layers)
+        if getattr(method, "evict", "") == "subjects" and not whole:
+            why = "some layers of the model have a window of their own, in which all stays visible"
+            raise UsageError("--evict subjects cannot serve here", why, "choose tokens or turns")
 
     @property
     def info(self) -> EngineInfo:

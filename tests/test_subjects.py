@@ -20,8 +20,9 @@ from test_sink_turns import LENGTH, Pins, kept
 
 from longchat_cli import subjects
 from longchat_cli.chat import Conversation
+from longchat_cli.errors import UsageError
 from longchat_cli.exchange import as_json, from_json
-from longchat_cli.local import LocalEngine, with_method
+from longchat_cli.local import LocalEngine, open_engine, with_method
 from longchat_cli.pages import Store
 from longchat_cli.prompt import Message
 from longchat_cli.prose import prose
@@ -277,6 +278,13 @@ def test_a_chat_goes_on_behind_its_subject(
     again.rebuild(with_method(again.engine, "sink", OPTIONS))  # type: ignore[arg-type]
     assert again.coverage() == hidden and again.context().subject == 3
     assert again.undo() and again.undo() and again.coverage().recent == 0
+
+
+def test_layers_that_would_go_on_seeing_are_refused(tiny_model: Callable[..., Path]) -> None:
+    model = str(tiny_model("gemma3_text"))
+    open_engine(model, "sink", {"evict": "turns"}, "cpu", "float32")
+    with pytest.raises(UsageError, match="--evict subjects cannot serve here: some layers"):
+        open_engine(model, "recall", {"evict": "subjects", "window": 60}, "cpu", "float32")
 
 
 def test_pages_of_a_subject_are_its_own(loaded: LocalEngine, tmp_path: Path) -> None:  # noqa: F811
