@@ -340,7 +340,7 @@ class Conversation:
                 done = self._go_back(self.turns[:keep], progress, cancel)
             if done:
                 subject = self._begins_subject(text)
-                recalled = self._recall(text, subject, progress, cancel)
+                recalled = self._recall(self._user_turn(text, documents), subject, progress, cancel)
                 self._quotes = bool(recalled.passages)
                 user = self._user_turn(text, documents, recalled)
                 user.subject = subject
@@ -384,20 +384,24 @@ class Conversation:
         self.notice(f"new subject: {count:,} turn{'' if count == 1 else 's'} out of sight")
         return True
 
-    def _recall(self, text: str, subject: bool, progress: Progress | None, cancel: Cancel | None) -> Recalled:
-        """What is read again for the user's next `text`; all that was said is forgotten where it begins a
-        new `subject`."""
+    def _recall(
+        self, coming: Turn, subject: bool, progress: Progress | None, cancel: Cancel | None
+    ) -> Recalled:
+        """What is read again for a user's turn that is `coming`; all that was said is forgotten where it
+        begins a new `subject`. So is what the turn itself pushes out of sight, its own beginning, too."""
         if self.memory is None:
             return NOTHING
-        recent, sinks = self.coverage().recent, self.engine.info.options["sinks"]
+        options = self.engine.info.options
+        recent = max(self.coverage().recent, coming.end + 1 - options["window"])
         if subject:
-            recent = self._end + 1  # not even the last words
-        documents = self.documents if sinks < len(self.opening) else ()
-        if not recent:
+            recent = max(recent, coming.start + 1)  # not even the last words
+        documents = self.documents if options["sinks"] < len(self.opening) else ()
+        if recent <= 0:
             return NOTHING
-        if not self.memory.update(documents, self.turns, progress, cancel):
+        long = coming if coming.start < recent - 1 else None
+        if not self.memory.update(documents, self.turns, progress, cancel, long):
             return NOTHING
-        recalled = self.memory.recall(text, self.turns, recent, self._end)
+        recalled = self.memory.recall([*self.turns, coming], recent)
         if recalled.passages:
             self.notice(str(recalled))
         return recalled

@@ -48,11 +48,13 @@ class Said(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """A text that was said: `name` says by whom, `index` in which turn; -1: before the first."""
+    """A text that was said: `name` says by whom, `index` in which turn; -1: before the first. `file`: it is a
+    document's."""
 
     name: str
     text: str
     index: int
+    file: bool = False
 
     @property
     def exchange(self) -> int:
@@ -72,16 +74,18 @@ class Passage:
 
 @dataclass(frozen=True)
 class Recalled:
-    """What is read again in front of a user's words, in the order in which it was said."""
+    """What is read again in front of a user's words, in the order in which it was said; `behind` the first
+    characters of them where so many words would themselves push it out of sight."""
 
     passages: tuple[Passage, ...] = ()
     tokens: int = 0
+    behind: int = 0
 
     def __str__(self) -> str:
         entries = [passage.entry for passage in self.passages]
-        turns = sorted({entry.exchange for entry in entries if entry.index >= 0})
+        turns = sorted({entry.exchange for entry in entries if not entry.file})
         named = [f"turn{'s' if len(turns) > 1 else ''} {' and '.join(map(str, turns))}"] if turns else []
-        places = [*dict.fromkeys(entry.name for entry in entries if entry.index < 0), *named]
+        places = [*dict.fromkeys(entry.name for entry in entries if entry.file), *named]
         passages = f"{len(entries)} passage{'s' if len(entries) > 1 else ''}, {self.tokens:,} tokens"
         return f"recalled {passages}, from {', '.join(places)}"
 
@@ -97,7 +101,9 @@ class Recalled:
         best = max(self.passages, key=lambda passage: passage.score)
         again = [Text(best.focus), Text("\n\n")] if best.focus != best.text else []
         *documents, words = message.parts
-        return Message("user", (*documents, *said, *again, Text("Question: "), words))
+        first = [Text(words.text[: self.behind]), Text("\n\n")] if self.behind else []
+        asked = Text(words.text[self.behind :])
+        return Message("user", (*documents, *first, *said, *again, Text("Question: "), asked))
 
 
 def _quoted(passage: Passage) -> list[Text]:
@@ -136,12 +142,16 @@ class Memory:
         turns: Sequence[Said],
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
+        coming: Said | None = None,
     ) -> bool:
-        """Index what is new: `documents` from before the first turn, and `turns`; False when cancelled.
+        """Index what is new: `documents` from before the first turn, `turns`, and of a user's turn that is
+        `coming` all but what it asks; False when cancelled.
 
         Turns that were taken back are forgotten for good. Cancelled, it goes on from there the next time.
         """
         wanted = list(_entries(documents, turns))
+        if coming:
+            wanted += [*_entries((), [coming], len(turns))][:-1]
         same = next((i for i, (a, b) in enumerate(zip(self.entries, wanted, strict=False)) if a != b), None)
         held = min(len(self.entries), len(wanted)) if same is None else same
         if held < len(self.entries):
@@ -166,16 +176,19 @@ class Memory:
             self._finder = GrowingFinder(self._engine.tokenizer, encoder, self._store)
         return self._finder
 
-    def recall(self, text: str, turns: Sequence[Said], recent: int, at: int) -> Recalled:
-        """What to read again for a user's `text` that will be read from the stream position `at` on.
+    def recall(self, turns: Sequence[Said], recent: int) -> Recalled:
+        """What to read again for the last of `turns`, a user's that was not read yet.
 
         Forgotten passages that fit better than all that is visible: from `recent` on, pinned, or read again.
         """
         if not self.entries:
             return NOTHING
-        self._read = {place: (where, n) for place, (where, n) in self._read.items() if recent <= where < at}
-        ranked = self._finder.rank(asked(text), self.passages, self.find)
-        least = self._least(text)
+        coming, question = turns[-1], asked(turns[-1].text)
+        self._read = {
+            place: (where, n) for place, (where, n) in self._read.items() if recent <= where < coming.start
+        }
+        ranked = self._finder.rank(question, self.passages, self.find)
+        least = self._least(question)
         good = list(
             itertools.takewhile(lambda f: f.score >= least and self._forgotten(f, turns, recent), ranked)
         )
@@ -187,17 +200,21 @@ class Memory:
         chosen = choose(good, outlines, ReadingPlan(self.passages), BUDGET)
         sizes = [outlines[found.document].count(found.begin, found.end) for found in chosen]
         places = [(found.document, found.begin, found.end) for found in chosen]
+        words = self._engine.count(coming.text)
+        long = coming.end - words < recent
+        at = coming.end - (self._engine.count(question) if long else words)
         self._read |= {place: (at, size) for place, size in zip(places, sizes, strict=True)}
-        return Recalled(tuple(map(self._passage, chosen)), sum(sizes))
+        behind = coming.text.rindex(question) if long else 0
+        return Recalled(tuple(map(self._passage, chosen)), sum(sizes), behind)
 
     def visible(self, recent: int) -> int:
         """Tokens that were read again and are still visible."""
         return sum(tokens for where, tokens in self._read.values() if where >= recent)
 
-    def _least(self, text: str) -> float:
+    def _least(self, question: str) -> float:
         from longchat_cli.recall.passages import ASKS
 
-        least = ASKING if any(mark in asked(text) for mark in ASKS) else SAYING
+        least = ASKING if any(mark in question for mark in ASKS) else SAYING
         return least * WORDS if self.find == "lexical" else least
 
     def _forgotten(self, found: Any, turns: Sequence[Said], recent: int) -> bool:
@@ -211,7 +228,9 @@ class Memory:
             return True
         turn = turns[entry.index]
         # Where in the turn's tokens a passage ends is not known, but about.
-        end = turn.start + (turn.end - turn.start) * found.end / max(len(entry.text), 1)
+        before = sum(len(e.text) for e in self.entries[: found.document] if e.index == entry.index)
+        whole = sum(len(document.text) for document in turn.documents) + len(turn.text)
+        end = turn.start + (turn.end - turn.start) * (before + found.end) / max(whole, 1)
         return end < recent and not turn.pinned
 
     def _passage(self, found: Any) -> Passage:
@@ -224,18 +243,21 @@ def asked(text: str) -> str:
     """Of a long message its last sentences: what is asked stands there."""
     if len(text) <= LONGEST:
         return text
-    text = text.rstrip().rpartition("\n\n")[2]
+    text = text.rstrip().rpartition("\n\n")[2][-4 * LONGEST :]  # however long it is
     from longchat_cli.recall.passages import split_sentences
 
     begins = [begin for begin, _ in split_sentences(text)[0].tolist()]
     return text[next((b for b in begins if b >= len(text) - LONGEST), -LONGEST) :]
 
 
-def _entries(documents: Sequence[Document], turns: Sequence[Said]) -> Iterator[Entry]:
-    yield from (Entry(document.name, document.text, -1) for document in documents)
-    for index, turn in enumerate(turns):
-        yield from (Entry(document.name, document.text, index) for document in turn.documents)
-        yield Entry(f"the {turn.role}", turn.text, index)
+def _entries(documents: Sequence[Document], turns: Sequence[Said], first: int = 0) -> Iterator[Entry]:
+    """Of a user's long message what it asks is apart: it looks for the rest."""
+    yield from (Entry(document.name, document.text, -1, True) for document in documents)
+    for index, turn in enumerate(turns, first):
+        yield from (Entry(document.name, document.text, index, True) for document in turn.documents)
+        end = turn.text.rindex(asked(turn.text)) if turn.role == "user" else 0
+        parts = filter(None, (turn.text[:end], turn.text[end:]))
+        yield from (Entry(f"the {turn.role}", text, index) for text in parts)
 
 
 def local_encoder(notify: Callable[[str], None]) -> Callable[[], Any]:

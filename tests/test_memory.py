@@ -24,6 +24,7 @@ from longchat_cli.recall.find import Finder
 from longchat_cli.recall.growing import GrowingBM25, GrowingFinder
 from longchat_cli.recall.lexical import BM25
 from longchat_cli.sampling import Sampling
+from longchat_cli.sessions import Turn
 from longchat_cli.tokens import Tokenizer
 
 SAMPLING = Sampling(max_tokens=64)
@@ -212,6 +213,34 @@ def test_documents_are_remembered(tokenizer: Tokenizer) -> None:
     assert "Earlier in this conversation, note.txt said:\nThe ferry leaves" in read(chat)
 
 
+def test_a_file_is_remembered_for_the_very_words_that_it_comes_with(chat: Conversation) -> None:
+    rng = random.Random(2)
+    first = Document("first.txt", "The comet returns in 2061. " + prose(1500, rng))
+    chat.add([first, Document("second.txt", prose(1500, rng))])
+    (told,) = say(chat, "The comet returns when?")
+    assert told.endswith(" tokens, from first.txt")
+    text = read(chat)
+    assert text.index("Earlier in this conversation, first.txt said:\nThe comet returns in 2061.") > 3000
+    assert text.rindex("The comet returns in 2061.") < text.index("Question: The comet returns when?")
+    assert 0 < chat.context().retrieved < 60
+    entries = list(chat.memory.entries)  # type: ignore[union-attr]
+    assert [entry.name for entry in entries] == ["first.txt", "second.txt"]
+    say(chat, "Thank you.")
+    assert chat.memory.entries[:2] == entries  # type: ignore[union-attr]  # what is indexed stays
+    chat.add([Document("short.txt", "The ferry leaves at noon.")])
+    assert say(chat, "When leaves the ferry?") == []  # it is visible
+
+
+def test_the_beginning_of_long_words_is_read_again_in_front_of_what_they_ask(chat: Conversation) -> None:
+    told = say(chat, f"The comet returns in 2061. {prose(1500, random.Random(3))}\n\nThe comet returns when?")
+    assert [line.endswith("from turn 1") for line in told] == [True]
+    text = read(chat)
+    again = text.index("Earlier in this conversation, the user said:\nThe comet returns in 2061.")
+    assert 1500 < again < text.index("Question: The comet returns when?")
+    assert 0 < chat.context().retrieved < 60
+    assert say(chat, "The comet returns when?") == []  # it is visible
+
+
 def test_questions_are_no_evidence(chat: Conversation) -> None:
     say(chat, "Which colour has the northern lighthouse?")
     fill(chat)
@@ -234,11 +263,12 @@ def test_meaning_finds_other_words_and_its_lack_is_said_once(tokenizer: Tokenize
     memory.update((), chat.turns)
     memory.update((), chat.turns)
     assert len(made) == 1
-    found = memory.recall("Hound named how?", chat.turns, chat.coverage().recent, 10**6)
+    coming = Turn("user", "Hound named how?", start=chat.coverage().seen)
+    found = memory.recall([*chat.turns, coming], chat.coverage().recent)
     assert [passage.entry.text for passage in found.passages] == ["My dog is called Biscuit."]
     by_words = Memory(FakeEngine(tokenizer), lambda: None)
     by_words.update((), chat.turns)
-    assert not by_words.recall("Hound named how?", chat.turns, chat.coverage().recent, 10**6).passages
+    assert not by_words.recall([*chat.turns, coming], chat.coverage().recent).passages
 
 
 def test_cancelled_indexing_goes_on(chat: Conversation) -> None:

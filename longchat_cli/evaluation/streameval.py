@@ -21,6 +21,7 @@ from longchat_cli.evaluation.score import contains
 from longchat_cli.evaluation.stream import STEPS, timed
 from longchat_cli.prose import prose
 from longchat_cli.sampling import Sampling
+from longchat_cli.sessions import Turn
 from longchat_cli.terminal_text import table
 
 LINES = 10
@@ -212,7 +213,8 @@ def _find_seconds(chat: Conversation, answers: Sequence[Row]) -> float | None:
     seconds = []
     for answer in answers[-9:]:
         begun = time.perf_counter()
-        chat.memory.recall(answer["question"], chat.turns, chat.coverage().recent, chat.coverage().seen)
+        coming = Turn("user", answer["question"], start=chat.coverage().seen)
+        chat.memory.recall([*chat.turns, coming], chat.coverage().recent)
         seconds.append(time.perf_counter() - begun)
     return round(statistics.median(seconds), 4)
 
