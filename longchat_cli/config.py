@@ -42,7 +42,8 @@ def private(directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise CannotCreate(f"cannot create {directory}", error.strerror or str(error)) from error
+        do = "make its place writable, or name others (LONGCHAT_DATA_DIR, LONGCHAT_CACHE_DIR, ...)"
+        raise CannotCreate(f"cannot create {directory}", error.strerror or str(error), do) from error
     return directory
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from longchat_cli.config import private
 from longchat_cli.errors import BadInput, StorageError
 
-_ROOM = "free some space"
+_ROOM = "free some space (`longchat cache rm --all` does)"
 
 
 @contextlib.contextmanager
@@ -30,6 +30,8 @@ def failures(path: Path, what: str, do: str) -> Iterator[Any]:
         if "readonly database" in str(error):
             why = "the file, its directory or the disk is read-only"
             raise StorageError(f"{what} {path} cannot be written", why, "make it writable") from error
+        if path.is_dir():
+            raise StorageError(f"{what} {path} cannot be used", "it is a directory", do) from error
         raise StorageError(f"{what} {path} cannot be used", str(error)) from error
     except sqlite3.DatabaseError as error:
         raise BadInput(f"{what} {path} is damaged", str(error), do) from error

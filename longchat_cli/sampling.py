@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from longchat_cli.errors import UsageError
 
+CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer was cut at --max-tokens"}
+"""What is said of an answer that stopped for such a reason."""
+
 
 @dataclass(frozen=True)
 class Sampling:

@@ -151,10 +151,11 @@ class Sessions:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_path()
 
-    def ls(self, count: int | None = None) -> list[About]:
-        """The chats, the most recently used first."""
+    def ls(self, count: int | None = None, empty: bool = False) -> list[About]:
+        """The chats, the most recently used first; those in which nothing is said where `empty`, too."""
         limit = -1 if count is None else count
-        return self._abouts("ORDER BY updated DESC, id DESC LIMIT ?", limit)
+        said = "" if empty else "WHERE EXISTS (SELECT 1 FROM turns WHERE session = sessions.id) "
+        return self._abouts(f"{said}ORDER BY updated DESC, id DESC LIMIT ?", limit)
 
     def find(self, name: str) -> int:
         """The number of the chat called `name`: a number, or `last`."""

@@ -330,6 +330,23 @@ def test_what_is_no_place_of_chats_is_told(tmp_path: Path) -> None:
             Sessions(place).ls()
 
 
+def test_a_place_that_cannot_be_used_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "sessions.db").mkdir()
+    with pytest.raises(StorageError, match="it is a directory; move it away"):
+        Sessions(tmp_path / "sessions.db").ls()
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotCreate, match="make its place writable, or name others"):
+        Sessions(tmp_path / "file" / "chats" / "sessions.db").add(chat("a", "b"))
+
+
+def test_a_chat_in_which_nothing_is_said_is_not_listed(sessions: Sessions, session: Session) -> None:
+    first = sessions.add(chat("a", "b"))
+    session.save(chat("c", "d"), 0)
+    session.save(chat(), 0)  # the only turn was stopped while it was read
+    assert [about.id for about in sessions.ls()] == [first] == [sessions.find("last")]
+    assert [about.id for about in sessions.ls(empty=True)] == [session.id, first]
+
+
 def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").mkdir()
@@ -595,6 +612,11 @@ def test_chats_are_kept_and_go_on(run: Run) -> None:
     run("chat", "--resume", "1", "--fork", input="four\n")
     run("chat", "--fork", "--system", "Be kind.", input="five\n")
     run("chat", "--no-save", input="six\n")
+    done = run("chat", "--no-save", "--max-tokens", "2", input="six and seven\n")
+    assert done.stderr.endswith("the answer was cut at --max-tokens\n")
+    with pytest.raises(UsageError, match="--window is 0: in a chat it must be at least 1"):
+        run("chat", "--window", "0", input="x\n")
+    assert "warning: with --window 3 the" in run("chat", "--no-save", "--window", "3", input="x\n").stderr
     listed = run("sessions", "ls").stdout.splitlines()
     assert [line.split()[0] for line in listed] == ["3", "2", "1"]
     assert [about.exchanges for about in stored().ls()] == [5, 4, 3]
@@ -612,7 +634,8 @@ def test_chats_are_kept_and_go_on(run: Run) -> None:
 def test_a_read_only_copy_of_nothing(run: Run) -> None:
     with pytest.raises(MissingInput, match="no chat was kept yet"):
         run("chat", "--resume", input="x\n")
-    assert run("sessions", "ls").stdout == ""
+    listed = run("sessions", "ls")
+    assert (listed.stdout, listed.stderr) == ("", "no chat was kept yet\n")
     assert json.loads(run("sessions", "ls", "--json").stdout) == []
 
 

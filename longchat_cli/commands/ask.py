@@ -37,6 +37,7 @@ from longchat_cli.commands.options import (
     take,
 )
 from longchat_cli.errors import LongchatError, UsageError
+from longchat_cli.sampling import CUT
 from longchat_cli.terminal import Interrupts, is_tty, open_output
 from longchat_cli.terminal_text import replace_surrogates
 
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from longchat_cli.documents import Collection
     from longchat_cli.logs import Entry, Recorder
     from longchat_cli.terminal import Console, Output
-
-CUT = {"loop": "the answer repeated itself and was ended", "length": "the answer was cut at --max-tokens"}
 
 
 @command("ask", cls=MethodCommand)

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from longchat_cli.sessions import About, Chat, Session, Sessions
 
 
+LEAST = 64
+"""Tokens of a window in which a question and a short answer have room."""
+
+
 def complete_resume(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The kept chats, and `last`."""
     last = [CompletionItem("last", help="the latest one")] if "last".startswith(incomplete) else []
@@ -288,6 +292,9 @@ class _Bench:
         return self._ready(made), opener, options
 
     def _ready(self, conversation: Conversation) -> Conversation:
+        window = conversation.engine.info.options.get("window", LEAST)
+        if window < LEAST:
+            self.console.warn(f"with --window {window:,} the model forgets words as they are said")
         think = self.params["think"]
         conversation.think = think if isinstance(think, int) else None
         conversation.shows_thoughts = think != "hide"

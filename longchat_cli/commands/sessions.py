@@ -57,6 +57,8 @@ def ls(n: int, as_json: bool) -> None:
     for about in found:
         used = about.updated[:16].replace("T", " ")
         click.echo(f"{about.id:>6}  {used}  {about.exchanges:>5} turns  {_line(about.title)}")
+    if not found:
+        current_console().notice("no chat was kept yet")
 
 
 @sessions.command("show")
@@ -103,7 +105,7 @@ def rm(chats: tuple[str, ...], everything: bool) -> None:
     if everything == bool(chats):
         raise UsageError("name chats or --all", "", "`longchat sessions ls` shows them")
     found = _sessions()
-    ids = [about.id for about in found.ls()] if everything else [found.find(name) for name in chats]
+    ids = [about.id for about in found.ls(empty=True)] if everything else [found.find(name) for name in chats]
     if ids:
         found.remove(ids)
     store, names = Store(), {known_as(id) for id in ids} | ({OPENING} if everything else set())

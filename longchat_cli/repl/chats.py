@@ -89,7 +89,9 @@ def export(repl: Repl, argument: str) -> None:
     except (OSError, ValueError) as error:  # a full device, a NUL in the name
         why = getattr(error, "strerror", None) or str(error)
         raise CannotCreate(f"cannot write {brief(printable(path))}", why) from error
-    repl.console.notice(f"{len(chat.turns) // 2:,} turns written to {printable(path)}")
+    count = repl.conversation.exchanges
+    turns = f"{count:,} turn{'' if count == 1 else 's'}"
+    repl.console.notice(f"{turns} written to {printable(path)}")
 
 
 def sessions(repl: Repl, argument: str) -> None:

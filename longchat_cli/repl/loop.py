@@ -20,7 +20,7 @@ from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.repl import bar, commands
 from longchat_cli.repl.answer import Printer
 from longchat_cli.repl.prompt import Prompt
-from longchat_cli.sampling import Sampling
+from longchat_cli.sampling import CUT, Sampling
 from longchat_cli.terminal import Console, Interrupts, coloured, echo, is_tty, left_as_found
 from longchat_cli.terminal_text import Sanitizer, brief
 
@@ -173,6 +173,8 @@ class Repl:
         if answered and self.record:
             info, (user, answer) = self.conversation.engine.info, self.conversation.turns[-2:]
             self.record(info.model, info.method, user.text, Sanitizer().feed(answer.text), answer.stop or "")
+        if answered and (cut := CUT.get(self.conversation.turns[-1].stop or "")):
+            self.console.notice(cut)
         if self.interrupts.leave:
             raise KeyboardInterrupt
         if self.interrupts.stop and self.prompt:
