@@ -154,7 +154,7 @@ MANY = dict.fromkeys((f"{n}.txt" for n in range(package.MAX_MEMBERS + 5)), "x")
         ("bomb.docx", lambda: samples.zipped({"word/document.xml": " " * 99 * MEBIBYTE}), "as a bomb"),
         ("sparse.tar", lambda: tar_member(size=0, type=tarfile.GNUTYPE_SPARSE), ""),
         ("many.zip", lambda: samples.zipped(MANY), "many.zip: more than 10,000 files in the archive"),
-        ("deep.zip", lambda: nested(4), "deep.zip holds no text file: 1 x archives nested more than 3 deep"),
+        ("deep.zip", lambda: nested(4), "deep.zip holds no text file: 1 x archive nested more than 3 deep"),
         ("ok.zip", lambda: nested(3), "File: ok.zip/a.zip/a.zip/a.txt\n\ndeep; "),
         ("up.zip", lambda: zip_member("../../etc/x"), "up.zip holds no text file: 1 x its path leads out"),
         ("abs.tar", lambda: tar_member(name="/etc/x", size=0), "abs.tar holds no text file: 1 x empty"),

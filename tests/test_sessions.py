@@ -684,6 +684,10 @@ def test_files(run: Run, tmp_path: Path) -> None:
     run("sessions", "export", "-o", "chat.json")
     run("sessions", "export", "--format", "markdown", "-o", "chat.md")
     assert "## You\n\none\n" in (tmp_path / "chat.md").read_text()
+    run("sessions", "export", "last", "same.json")
+    assert (tmp_path / "same.json").read_text() == (tmp_path / "chat.json").read_text()
+    with pytest.raises(UsageError, match="name one"):
+        run("sessions", "export", "last", "a.json", "-o", "b.json")
     assert run("sessions", "import", "chat.json").stdout == "2\n"
     assert run("sessions", "import", "-", input=(tmp_path / "chat.json").read_text()).stdout == "3\n"
     exported = [json.loads(run("sessions", "export", id).stdout) for id in "123"]

@@ -125,16 +125,19 @@ def rm(chats: tuple[str, ...], everything: bool) -> None:
     show_default=True,
     help="`sessions import` reads JSON.",
 )
+@click.argument("file", metavar="[FILE]", required=False, shell_complete=complete_files)
 @click.option("--output", "-o", metavar="FILE", shell_complete=complete_files, help="Instead of stdout.")
-def export(chat: str, kind: str, output: str | None) -> None:
+def export(chat: str, kind: str, file: str | None, output: str | None) -> None:
     """Write a chat as JSON or Markdown. [default: the last one]"""
     from longchat_cli.exchange import as_json, as_markdown
     from longchat_cli.terminal import open_output
 
+    if file and output:
+        raise UsageError("FILE and --output are both where it is written", "", "name one")
     found = _load(chat)
     text = printed(as_json(found), indent=2) if kind == "json" else as_markdown(found).rstrip("\n")
-    with open_output(output) as file:
-        file.write(f"{text}\n")
+    with open_output(file or output) as out:
+        out.write(f"{text}\n")
 
 
 @sessions.command("import")

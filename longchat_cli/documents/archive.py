@@ -61,7 +61,7 @@ class _Reader:
             content = load()
             nested = formats.is_archive(name, content)
             if nested and depth == package.MAX_DEPTH:
-                raise Refused(f"archives nested more than {package.MAX_DEPTH} deep")
+                raise Refused(f"archive nested more than {package.MAX_DEPTH} deep")
         except Exhausted:
             raise
         except Refused as error:

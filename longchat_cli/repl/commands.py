@@ -345,7 +345,9 @@ COMMANDS: dict[str, Command] = {
     "search": Command("WORDS", "find turns of any chat by their words", chats.search),
     "file": Command("[DOC...|off]", "what goes with your next words: files, folders, URLs", _file),
     "system": Command("[TEXT|off]", "show or change the system prompt; all is read anew", _system),
-    "set": Command("[SETTING [VALUE]]", "show or change how answers are made and shown", _set),
+    "set": Command(
+        "[SETTING [VALUE]]", "show or change how answers are made and shown, until you leave", _set
+    ),
     "method": Command(
         "[METHOD [NAME=VALUE]...]", "show or change the attention method; all is read anew", _method
     ),
