@@ -25,6 +25,8 @@ from longchat_cli.sessions import About, Chat, Session, Turn, known_as
 Cancel = Callable[[], bool]
 MARKS = 4
 """Exchanges that are taken back without reading anything; a mark of a bounded method weighs as much as it."""
+LONG = 16_384
+"""Tokens of a turn that take so long that it is said beforehand."""
 SAID = 64
 """Earlier answers whose words may count against the same words in a new one."""
 
@@ -340,7 +342,10 @@ class Conversation:
                 done = self._go_back(self.turns[:keep], progress, cancel)
             if done:
                 subject = self._begins_subject(text)
-                recalled = self._recall(self._user_turn(text, documents), subject, progress, cancel)
+                coming = self._user_turn(text, documents)
+                if len(coming.ids) >= LONG:
+                    self.notice(f"reading {len(coming.ids):,} tokens; Ctrl-C stops, and all is as before")
+                recalled = self._recall(coming, subject, progress, cancel)
                 self._quotes = bool(recalled.passages)
                 user = self._user_turn(text, documents, recalled)
                 user.subject = subject

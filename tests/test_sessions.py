@@ -654,6 +654,8 @@ def test_chats_as_json(run: Run) -> None:
         (1, 1, "You said: a"),
         (1, 2, "You said: b\x1b[2J"),
     ]
+    done = run("chat", "--json", "--no-save", "--method", "sink", input="word " * 5_000 + "\n")
+    assert done.stderr.startswith("reading 20,") and "tokens; Ctrl-C stops" in done.stderr
     (line,) = run("chat", "--json", "--no-save", input="c\n").stdout.splitlines()
     assert json.loads(line)["session"] is None
 

@@ -342,6 +342,7 @@ def _answer_as_json(
 ) -> None:
     """Each line of standard input that is not blank is a turn. Raises KeyboardInterrupt at Ctrl-C."""
     interrupts = Interrupts()
+    conversation.notice = console.notice
     with interrupts.catching(), console.progress("reading") as bar:
         if not conversation.begin(bar, interrupts.stopped):
             raise KeyboardInterrupt
