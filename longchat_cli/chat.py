@@ -371,10 +371,12 @@ class Conversation:
         return self.turns[2 * (number - 1)]
 
     def _memory(self) -> Memory | None:
-        """Where the method remembers."""
+        """Where the method remembers. Raises UsageError for a window of nothing."""
         info, engine = self.engine.info, self.engine
         if info.method != "recall":
             return None
+        if info.options.get("window") == 0:  # elsewhere recall has none
+            raise UsageError("--window is 0", "in a chat it must be at least 1")
         encoder = local_encoder(lambda text: self.notice(text))
         return Memory(engine, encoder, info.options["find"], info.options["passages"], self.store)
 

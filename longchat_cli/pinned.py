@@ -10,7 +10,6 @@ from longchat_cli import attention
 from longchat_cli.ask import Open, opening
 from longchat_cli.documents import Document
 from longchat_cli.engine import Engine
-from longchat_cli.errors import UsageError
 
 WINDOW = 1020
 """Recent tokens that stay visible under `recall`, as under `sink`."""
@@ -26,12 +25,9 @@ def open_pinned(
     """An engine to which the opening stays visible for ever where the method can pin it (its `sinks`).
 
     When system prompt and documents do not fit beside the recent tokens, the system prompt alone is pinned.
-    Raises UsageError for a window of nothing.
     """
     if method == "recall":
         options = {"window": WINDOW, **options}
-        if not options["window"]:  # elsewhere recall has no window
-            raise UsageError("--window is 0", "in a chat it must be at least 1")
     engine = open_engine(method, options)
     for kept in (documents, ()):
         pinned = pin(method, options, len(opening(engine, system, kept)), engine.info.window)

@@ -616,6 +616,8 @@ def test_chats_are_kept_and_go_on(run: Run) -> None:
     assert done.stderr.endswith("the answer was cut at --max-tokens\n")
     with pytest.raises(UsageError, match="--window is 0: in a chat it must be at least 1"):
         run("chat", "--window", "0", input="x\n")
+    with pytest.raises(UsageError, match="--window is 0"):
+        run("chat", "--resume", "--window", "0", input="x\n")
     assert "warning: with --window 3 the" in run("chat", "--no-save", "--window", "3", input="x\n").stderr
     listed = run("sessions", "ls").stdout.splitlines()
     assert [line.split()[0] for line in listed] == ["3", "2", "1"]
