@@ -365,6 +365,18 @@ def test_memory_in_large_pages_is_given_back():
     assert (native.empty(like, 200_000).fill_(4) == 4).all() and (view == 3).all()
 
 
+def test_memory_that_was_written_before_is_taken_first():
+    """A new page costs the system more than anything that is done in it."""
+    like = torch.empty(0, dtype=torch.int32)
+    held = [native.empty(like, 1_000_000) for _ in range(20)]  # more than a slab: two begin
+    known = {x.data_ptr() for x in held}
+    assert len(known) == 20
+    held = held[::2]
+    again = [native.empty(like, 1_000_000) for _ in range(10)]
+    assert {x.data_ptr() for x in again} <= known
+    assert len(held) == 10
+
+
 def test_many_rows_are_left_to_torch():
     q = torch.zeros(4, native.ROWS + 1, 16, dtype=BF16)
     assert native.accepts_few(q, [Span(K, K)], None, None) == "many rows"

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from longchat_cli import doctor, kernels
 from longchat_cli.attention import METHODS, method_class
+from longchat_cli.attention.layer import Cache
 from longchat_cli.errors import BadInput
 from longchat_cli.kernels import native
 from longchat_cli.models import convert, load
@@ -229,6 +230,27 @@ def test_a_step_in_one_call_is_that_of_its_layers(
     assert bool(steps) == (method in FORESEEN)
     monkeypatch.setattr(served.NativeProducts, "step", lambda *asked: None)
     assert torch.equal(found, run(ours, ids, 20, method, at_once))
+
+
+@needs_library
+def test_states_take_turns(pair: tuple[Any, LeanDecoder]) -> None:
+    """What the library is told of one state leaves nothing for another's step."""
+    ours, ids = pair[0], tokens()
+    options: dict[str, dict[str, int]] = {"sink": {"sinks": 2, "window": 8}, "full": {}}
+    options["recycled"] = {"fraction": 2, "stride": 2}
+
+    def begun(name: str) -> Cache:
+        cache = ours.new_cache(method_class(name).build(options[name]))
+        ours.forward(ids[:30], cache)
+        cache.decoding = True
+        return cache
+
+    caches = {name: begun(name) for name in options}
+    found = [{name: ours.forward(token.view(1), caches[name]) for name in options} for token in ids[30:]]
+    for name in options:
+        cache = begun(name)
+        for token, step in zip(ids[30:], found, strict=True):
+            assert torch.equal(ours.forward(token.view(1), cache), step[name]), name
 
 
 @needs_library

@@ -57,6 +57,8 @@ class CCA(Method):
 
 
 class CCALayer(Layer):
+    alike = True
+
     def __init__(self, method: CCA, rope: Rope | None) -> None:
         super().__init__(method, rope)
         self.head, self.raw = KVBuffer(), self.buffer()

@@ -26,6 +26,8 @@ class Full(Method):
 
 
 class FullLayer(Layer):
+    alike = True
+
     def __init__(self, method: Any, rope: Rope | None) -> None:
         super().__init__(method, rope)
         self.kv = self.buffer()

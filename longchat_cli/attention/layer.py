@@ -256,6 +256,14 @@ class Layer:
         """What the new tokens' queries see, once they have joined, themselves included."""
         raise NotImplementedError
 
+    alike: ClassVar[bool] = False
+    """Whether what the layers of a cache see differs in nothing but whose buffers it is: then the first one's
+    `sees` speaks for all. Whoever defines `sees` says so anew."""
+
+    def __init_subclass__(cls) -> None:
+        if "sees" in vars(cls) and "alike" not in vars(cls):
+            cls.alike = False
+
     def foreseen(self, new: Rows) -> bool:
         """Whether `joins` and `sees` are all that decoding these tokens asks for, before they are known."""
         return type(self).spans is Layer.spans

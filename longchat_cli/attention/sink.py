@@ -61,6 +61,8 @@ class SinkLayer(WindowLayer):
     """`turns` are positions where turns begin, as far as they may still be visible; `pins` hold what was read
     of pinned turns, which end at `stops`. What is before `subject` is out of sight from there on."""
 
+    alike = True
+
     def __init__(self, method: Sink, rope: Rope | None) -> None:
         super().__init__(method, rope)
         self.sinks = method.sinks

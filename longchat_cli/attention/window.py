@@ -36,6 +36,8 @@ class Window(Method):
 
 
 class WindowLayer(Layer):
+    alike = True
+
     def __init__(self, method: Any, rope: Rope | None) -> None:
         super().__init__(method, rope)
         self.window = method.window

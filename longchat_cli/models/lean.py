@@ -242,11 +242,11 @@ class LeanDecoder:
 
     def new_cache(self, method: Method) -> Cache:
         """An empty state under `method`; layers of sliding attention keep their window whatever it is."""
+        methods = {FULL: method}
+        if SLIDING in self.kinds:
+            methods[SLIDING] = Window(window=self.config["sliding_window"])
         layers = [
-            method.layer(index, self.layers, self.ropes[kind])
-            if kind == FULL
-            else Window(window=self.config["sliding_window"]).layer(index, self.layers, self.ropes[kind])
-            for index, kind in enumerate(self.kinds)
+            methods[kind].layer(index, self.layers, self.ropes[kind]) for index, kind in enumerate(self.kinds)
         ]
         return Cache(method, layers)
 

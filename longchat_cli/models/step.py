@@ -9,17 +9,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int64
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longchat_cli import kernels
-from longchat_cli.attention.buffer import KVBuffer
+from longchat_cli.attention.buffer import Buffer, KVBuffer
 from longchat_cli.attention.layer import Cache, Coming, Layer, Seen, Step
 from longchat_cli.kernels import Bound, Rotation, native
 
-ENTRY = torch.bfloat16.itemsize
+ENTRY, BOUND = torch.bfloat16.itemsize, ctypes.sizeof(c_int64)
+LOOK = native.Seen.keys.offset - native.Seen.cos.offset
+"""Bytes of a span that do not say where its keys are."""
 
 
 def serves(cache: Cache, rows: int) -> Coming | None:
@@ -46,8 +48,17 @@ class Table:
 
     def fill(self, layers: Sequence[Any], new: Coming, rotations: Sequence[Rotation]) -> None:
         """Let the tokens join every layer's buffers, their keys and values still to be written."""
+        leads: dict[int, _Lead] = {}
         for row, layer, rotation in zip(self.rows, layers, rotations, strict=True):
-            row.fill(layer, new, rotation)
+            row.join(layer, new, rotation)
+            lead = leads.get(id(layer.method)) if layer.alike else None
+            if lead is not None:
+                row.follow(layer, lead)
+                continue
+            seen = layer.sees(new)
+            row.see(seen, new.rows)
+            if layer.alike:
+                leads[id(layer.method)] = _Lead(row, [_name(layer, one.buffer) for one in seen])
 
     def settle(self, layers: Sequence[Any], new: Coming, q: Tensor, scale: float) -> None:
         """Tell the layers that the tokens, of queries q [layers, heads, rows, dim], were read."""
@@ -56,6 +67,17 @@ class Table:
             if row.scores:
                 k, v = row.newest(new.rows)
                 layer.observe(row.scores, Step(q[index], k, v, new.first, scale, True))
+
+
+class _Lead(NamedTuple):
+    """A row that speaks for layers alike, and what these call the buffers that are seen."""
+
+    row: _Row
+    buffers: list[str]
+
+
+def _name(layer: Layer, buffer: Buffer) -> str:
+    return next(name for name, value in vars(layer).items() if value is buffer)
 
 
 class _Row:
@@ -69,13 +91,11 @@ class _Row:
         self.places = [_Address() for _ in range(2)]
         self.seen = [_Address() for _ in range(native.MOST_SPANS)]
         self.turns: list[Rotation | None] = [None] * native.MOST_SPANS
+        self.looks = [ctypes.addressof(span) + native.Seen.cos.offset for span in self.spans]
         self.scores: list[Tensor | None] = []
         made.spans = ctypes.addressof(self.spans)
-        for place, span in enumerate(self.spans):
-            span.start = ctypes.addressof(self.bounds) + 2 * place * native.ROWS * 8
-            span.stop = span.start + native.ROWS * 8
 
-    def fill(self, layer: Layer, new: Coming, rotation: Rotation) -> None:
+    def join(self, layer: Layer, new: Coming, rotation: Rotation) -> None:
         made = self.made
         joined = layer.joins(new)
         for place, buffer in enumerate(joined):
@@ -86,19 +106,54 @@ class _Row:
                 known.look(buffer)
                 self.k_head[place], self.v_head[place] = known.k_head, known.v_head
             self.k[place], self.v[place] = known.k + at, known.v + at
-        self.k[len(joined) :] = [0] * (2 - len(joined))
+        if len(joined) == 1:
+            self.k[1] = self.v[1] = 0
         self.joined = joined[0]
         made.cos, made.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
         made.planes = rotation.cos.shape[1]
-        self.scores = []
-        seen = layer.sees(new)
-        made.n_spans = len(seen)
+
+    def see(self, seen: Sequence[Seen], rows: int) -> None:
+        self.made.n_spans, self.scores = len(seen), []
         for place, one in enumerate(seen):
-            self._see(place, one, new.rows)
+            self._see(place, one, rows)
+
+    def follow(self, layer: Layer, lead: _Lead) -> None:
+        """See of one's own buffers what the lead sees of its."""
+        self.made.n_spans, self.scores = len(lead.buffers), []
+        for place, name in enumerate(lead.buffers):
+            self._locate(place, getattr(layer, name))
+            self.turns[place] = lead.row.turns[place]
+            ctypes.memmove(self.looks[place], lead.row.looks[place], LOOK)
+
+    def newest(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens just read."""
+        end = self.joined.end
+        return self.joined.between(end - rows, end)
 
     def _see(self, place: int, seen: Seen, rows: int) -> None:
-        span, known, buffer = self.spans[place], self.seen[place], seen.buffer
+        span, buffer = self.spans[place], seen.buffer
+        self._locate(place, buffer)
+        start = 2 * place * native.ROWS
+        self._bound(start, seen.start, buffer.first, rows)
+        self._bound(start + native.ROWS, seen.stop, buffer.first, rows)
+        span.start = ctypes.addressof(self.bounds) + start * BOUND
+        span.stop = span.start + native.ROWS * BOUND
+        if seen.turn is not self.turns[place]:
+            self.turns[place] = turn = seen.turn
+            span.cos, span.sin = (turn.cos.data_ptr(), turn.sin.data_ptr()) if turn else (None, None)
+            span.planes, span.interleaved = (turn.cos.shape[1], turn.interleaved) if turn else (0, False)
+        span.observe = 0
+        if seen.observe is not None:
+            score = torch.empty(span.groups, len(buffer))
+            self.scores.append(score)
+            span.observe_groups, span.observed = span.groups, score.data_ptr()
+            span.observe_rows = seen.observe.rows == "sum"
+            span.observe = native.REDUCE[seen.observe.heads]
+
+    def _locate(self, place: int, buffer: Buffer) -> None:
+        """Where the keys and values of a span are."""
         assert isinstance(buffer, KVBuffer)
+        span, known = self.spans[place], self.seen[place]
         if known.memory is not buffer.memory:
             known.look(buffer)
             span.k_head, span.k_key = known.k_head, self.step // ENTRY
@@ -106,21 +161,6 @@ class _Row:
             span.groups = known.groups
         at = buffer.offset * self.step
         span.k, span.v, span.keys = known.k + at, known.v + at, len(buffer)
-        first = 2 * place * native.ROWS
-        self._bound(first, seen.start, buffer.first, rows)
-        self._bound(first + native.ROWS, seen.stop, buffer.first, rows)
-        if seen.turn is not self.turns[place]:
-            self.turns[place] = turn = seen.turn
-            span.cos, span.sin = (turn.cos.data_ptr(), turn.sin.data_ptr()) if turn else (None, None)
-            span.planes, span.interleaved = (turn.cos.shape[1], turn.interleaved) if turn else (0, False)
-        if seen.observe is not None:
-            score = torch.empty(known.groups, len(buffer))
-            self.scores.append(score)
-            span.observe_groups, span.observed = known.groups, score.data_ptr()
-            span.observe_rows = seen.observe.rows == "sum"
-            span.observe = native.REDUCE[seen.observe.heads]
-        else:
-            span.observe = 0
 
     def _bound(self, at: int, bound: Bound, first: int, rows: int) -> None:
         if isinstance(bound, int):
@@ -128,11 +168,6 @@ class _Row:
                 self.bounds[row] = bound - first
         else:
             self.bounds[at : at + rows] = (bound - first).tolist()
-
-    def newest(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens just read."""
-        end = self.joined.end
-        return self.joined.between(end - rows, end)
 
 
 class _Address:

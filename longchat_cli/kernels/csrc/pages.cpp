@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kSlab = 64 << 20, kPage = 2 << 20, kGrain = 256;
 
 struct Slab {
-  int64_t size;
+  int64_t size, used;  // what lies before `used` was given away once: its pages are real
   std::map<int64_t, int64_t> gaps;  // sizes, by where they begin
 };
 
@@ -23,11 +23,13 @@ auto* slabs = new std::map<char*, Slab>;  // not destroyed: blocks may outlive w
 
 int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-char* cut(char* at, Slab& slab, int64_t bytes) {
+// A block that ends before `limit`.
+char* cut(char* at, Slab& slab, int64_t bytes, int64_t limit) {
   for (auto gap = slab.gaps.begin(); gap != slab.gaps.end(); ++gap) {
     const auto [begin, size] = *gap;
-    if (size < bytes) continue;
+    if (size < bytes || begin + bytes > limit) continue;
     slab.gaps.erase(gap);
+    if (begin + bytes > slab.used) slab.used = begin + bytes;
     if (size > bytes) slab.gaps.emplace(begin + bytes, size - bytes);
     return at + begin;
   }
@@ -50,12 +52,14 @@ char* longchat_take(int64_t bytes) {
   bytes = up(bytes, kGrain);
   std::lock_guard<std::mutex> lock(one_call);
   for (auto& [at, slab] : *slabs)
-    if (char* found = cut(at, slab, bytes)) return found;
+    if (char* found = cut(at, slab, bytes, slab.used)) return found;
+  for (auto& [at, slab] : *slabs)
+    if (char* found = cut(at, slab, bytes, slab.size)) return found;
   const int64_t size = up(bytes > kSlab ? bytes : kSlab, kPage);
   char* at = new_slab(size);
   if (!at) return nullptr;
-  Slab& slab = slabs->emplace(at, Slab{size, {{0, size}}}).first->second;
-  return cut(at, slab, bytes);
+  Slab& slab = slabs->emplace(at, Slab{size, 0, {{0, size}}}).first->second;
+  return cut(at, slab, bytes, size);
 }
 
 void longchat_give(char* block, int64_t bytes) {
