@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -33,9 +34,11 @@ class _Signals:
 
     Imports and C extensions may turn a KeyboardInterrupt into another error: `interrupted` tells. A signal
     raises once: what cleans up after it is not cut by a key held down, only by one pressed REPEAT later.
+    While torch sets itself up it comes again AGAIN later: raised inside that, it would abort the process.
     """
 
     REPEAT = 1.0
+    AGAIN = 0.05
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -64,17 +67,27 @@ class _Signals:
             signal.signal(number, handler)
 
     def _terminate(self, number: int, _: object) -> None:
-        self._raise(Terminated(number))
+        self._raise(number, Terminated(number))
 
-    def _interrupt(self, *_: object) -> None:
+    def _interrupt(self, number: int, _: object) -> None:
         self.interrupted = True
-        self._raise(KeyboardInterrupt())
+        self._raise(number, KeyboardInterrupt())
 
-    def _raise(self, error: KeyboardInterrupt | Terminated) -> None:
+    def _raise(self, number: int, error: KeyboardInterrupt | Terminated) -> None:
+        if _is_being_imported("torch.autograd"):  # C++ that imports Python and cannot hand its errors on
+            again = threading.Timer(self.AGAIN, signal.raise_signal, [number])
+            again.daemon = True
+            again.start()
+            return
         now = time.monotonic()
         if now >= self._deaf_until[type(error)]:
             self._deaf_until[type(error)] = now + self.REPEAT
             raise error
+
+
+def _is_being_imported(name: str) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return getattr(spec, "_initializing", False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -279,3 +279,26 @@ def test_terminated_answer_is_printed_instead_of_its_file(place: Path, tmp_path:
     assert process.returncode == 143
     assert out and "You said: how many sails?".startswith(out)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="a timer presses the key")
+def test_ctrl_c_while_torch_sets_itself_up(place: Path) -> None:
+    """Its C++ calls Python there, and aborts the process for a KeyboardInterrupt."""
+    script = (
+        "import signal, sys\nfrom longchat_cli.__main__ import main\n"
+        "signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))\n"
+        "def press():\n"
+        "    print('pressed', flush=True)\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.001)\n"
+        "    return begin()\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'torch.autograd':\n"
+        "            global begin\n"
+        "            core = sys.modules['torch._C']\n"
+        "            begin, core._autograd_init = core._autograd_init, press\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "sys.exit(main(['ask', 'note.txt', 'q', '--model', 'tiny', '--max-tokens', '4']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=place, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "pressed\n", "")
