@@ -436,7 +436,9 @@ def open_engine(
     built = method_class(method).build(options or {})
     ready = load.find(model)
     decoder = load.load_decoder(ready, device=device, dtype=dtype, quantize=quantize)
+    tokenizer = Tokenizer.from_dir(ready.path)
     gc.freeze()  # what imports and loading left is not looked through again and again while decoding
+    give_back()
     info = EngineInfo(
         model=ready.name,
         window=decoder.window,
@@ -447,7 +449,7 @@ def open_engine(
         capabilities=frozenset({"save", "snapshot"}),
         notes=decoder.notes,
     )
-    return LocalEngine(decoder, Tokenizer.from_dir(ready.path), built, info, compile=compile)
+    return LocalEngine(decoder, tokenizer, built, info, compile=compile)
 
 
 def with_method(engine: LocalEngine, name: str, options: Mapping[str, Any] | None = None) -> LocalEngine:

@@ -69,10 +69,10 @@ class Tokenizer:
         key = _key(data)
         verdict = _recall(key)
         try:
-            self._head, self._model = _parse(data, verdict)
+            self._head, model = _parse(data, verdict)
             self._prefix = _Prefix.of(self._head)
             self._read_added_tokens(settings)
-            self._choose(verdict, key)
+            self._choose(model, verdict, key)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise BadInput("tokenizer.json cannot be read", str(error) or type(error).__name__) from error
 
@@ -112,24 +112,22 @@ class Tokenizer:
         own = {ids["eos_token"]} if ids.get("eos_token") is not None else set()
         self.eos_ids: frozenset[int] = frozenset(cast(set[int], own) | ends | settings.eos_ids)
 
-    def _choose(self, verdict: Json | None, key: str) -> None:
+    def _choose(self, model: Json | None, verdict: Json | None, key: str) -> None:
         """Let tiktoken serve if it gives the library's ids; ask the remembered verdict first."""
         self._fast: ByteBPE | None = None
         if verdict and not verdict["fast"]:
             self.fast_reason = str(verdict["reason"])
         else:
-            self.fast_reason = self._try_fast(verified=bool(verdict))
+            assert model is not None
+            self.fast_reason = self._try_fast(model, verified=bool(verdict))
         self.fast = self._fast is not None
-        if not self.fast:
-            self._model = None  # the library holds the vocabulary; a second copy would cost hundreds of MB
         if not verdict:
             head = {} if self.fast else self._head
             _remember(key, {"fast": self.fast, "reason": self.fast_reason, "head": head})
 
-    def _try_fast(self, verified: bool) -> str:
-        assert self._model is not None
+    def _try_fast(self, model: Json, verified: bool) -> str:
         try:
-            fast = ByteBPE(self._head, self._model, self._control_ids, self._ordinary)
+            fast = ByteBPE(self._head, model, self._control_ids, self._ordinary)
             if not verified:
                 _verify(fast, self._library_encode, fast.sample())
         except Unsupported as why:

@@ -456,6 +456,36 @@ def default_pair() -> tuple[Any, Any, Tokenizer]:
         kernels.force(None)
 
 
+HELD = """
+import sys
+from longchat_cli.benchmark.process import resident
+import torch
+base = resident()
+from longchat_cli import local
+engine = local.open_engine("smollm2")
+ids = engine.encode("The harpooneer of the first boat saw nothing. " * 50)
+engine.prefill(ids)
+engine.feed(ids[:1], decoding=True)
+now = resident()
+from longchat_cli.benchmark import limits
+kept = limits.kept(engine.decoder) + engine.coverage().bytes
+print((now - base) / kept, "packed-" in open("/proc/self/maps").read())
+"""
+
+
+@needs_library
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory is read from /proc")
+def test_what_the_default_model_has_in_memory(default_pair: tuple[Any, Any, Tokenizer]) -> None:
+    """Weights in the form that serves, keys and values, and little else; `bench speed` has the figures."""
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    share, packed = done.stdout.split()
+    assert (
+        float(share) < 1.5
+    )  # 1.3 is aimed at; the process's own part, some 50 MB, varies with its libraries
+    assert packed == "False"
+
+
 def steps(decoder: Any, ids: Tensor, prompt: int, kernel: str | None, more: int = 0) -> Iterator[Tensor]:
     """Logits [vocab] after the prompt, and after each token behind it: given, then `more` greedy ones."""
     cache = decoder.new_cache(method_class("full").build({}))

@@ -197,9 +197,11 @@ def load_decoder(
         if quantize in ("int8", "nf4"):
             return _load_transformers(ready, device, kind, quantize)
         if lean and refuses(ready.config) is None:
-            decoder = LeanDecoder.from_dir(ready.path, dtype=kind, device=device, packed=packed)
-            if packed:
-                native.serve(decoder, ready.path, ready.fingerprint)
+            decoder = LeanDecoder.from_dir(ready.path, dtype=kind, device=device, packed=False)
+            if packed and not native.serve(decoder, ready.path, ready.fingerprint):
+                notes = decoder.notes
+                decoder = LeanDecoder.from_dir(ready.path, dtype=kind, device=device)
+                decoder.notes = notes
             return decoder
         return _load_transformers(ready, device, kind, None)
 

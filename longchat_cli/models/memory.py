@@ -39,7 +39,7 @@ def free_bytes() -> int:
 
 
 def give_back() -> None:
-    """Let the system have what was freed; glibc keeps what a prompt's temporaries took, some 60 MiB."""
+    """Let the system have what was freed; glibc keeps what temporaries took, of a prompt some 60 MiB."""
     with contextlib.suppress(OSError, TypeError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

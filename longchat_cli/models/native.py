@@ -43,7 +43,7 @@ NORMS = ("attention_norm", "q_norm", "k_norm", "after_attention", "mlp_norm", "a
 _GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
 
 
-def serve(decoder: lean.LeanDecoder, path: Path, fingerprint: str, say: Say = to_stderr) -> None:
+def serve(decoder: lean.LeanDecoder, path: Path, fingerprint: str, say: Say = to_stderr) -> bool:
     """Give `decoder`, loaded from the ready form `path`, the library's products where they serve it.
 
     They are compared with torch's once for each model, CPU and version of longchat; the verdict is kept.
@@ -58,10 +58,11 @@ def serve(decoder: lean.LeanDecoder, path: Path, fingerprint: str, say: Say = to
             bits = "low-bit tiles" if products.tiles else "bfloat16 weights"
             prompts = "native library (amx)" if products.tiled_rows else "torch on bfloat16 weights"
             decoder.notes = f"decoding: native library ({native.isa()}) on {bits}", f"prompts: {prompts}"
-            return
+            return True
         reason = f"its results differ from torch's by {difference:.2f}"
         say(f"the native library is not used: {reason}; torch decodes, more slowly")
     decoder.notes = (f"decoding: torch, not the native library: {reason}",)
+    return False
 
 
 def _refusal(decoder: lean.LeanDecoder) -> str | None:
