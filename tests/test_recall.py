@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from longchat_cli.errors import BadInput, MissingInput, UsageError
 from longchat_cli.pages import Store
@@ -431,6 +432,25 @@ def test_a_sentence_has_one_vector_in_any_company(encoder_directory: Path) -> No
     for text, vector in zip(texts, vectors, strict=True):
         assert encoder.encode([text])[0] @ vector > 0.999  # bf16 where the processor has it
     assert encoder.encode([]).shape == (0, 32)
+
+
+def test_sentences_of_all_lengths_and_numbers_have_few_shapes(encoder_directory: Path) -> None:
+    encoder = Encoder(encoder_directory)
+    model, shapes = encoder._model, set()
+
+    class Watched:
+        device = model.device
+
+        def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
+            shapes.add(tuple(ids.shape))
+            return model(ids, mask)
+
+    encoder._model = Watched()
+    for turn in range(200):
+        encoder.encode([*("word " * (turn * n % 127) for n in range(1 + turn % 13))])
+    rows, lengths = zip(*shapes, strict=True)
+    assert max(r * n for r, n in shapes) <= 1024
+    assert set(lengths) == {*range(16, 129, 16)} and set(rows) <= {1, 2, 4, 8, 16}
 
 
 def test_the_vector_is_the_mean_of_the_stock_model(encoder_directory: Path) -> None:
