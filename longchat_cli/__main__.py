@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from longchat_cli.errors import LongchatError, OutOfMemory, StorageError
+from longchat_cli.errors import LongchatError, OutOfMemory, StorageError, one_line
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
 
@@ -196,7 +196,7 @@ def _is_torch_oom(error: BaseException) -> bool:
 
 def _complain(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print("longchat: error: " + " ".join(line.split()), file=sys.stderr, flush=True)
+        print("longchat: error: " + one_line(line), file=sys.stderr, flush=True)
 
 
 def _open_streams() -> bool:

@@ -20,7 +20,13 @@ class LongchatError(Exception):
     def __str__(self) -> str:
         line = self.what + (f": {self.why}" if self.why else "")
         line += f"; {self.do}" if self.do else ""
-        return " ".join(line.split())
+        return one_line(line)
+
+
+def one_line(text: str) -> str:
+    """`text` on one line, control characters as backslash escapes: it may quote what others wrote."""
+    line = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 class UsageError(LongchatError):

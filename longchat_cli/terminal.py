@@ -206,6 +206,8 @@ def open_output(path: str | None) -> Iterator[Output]:
     if path is None or path == "-":
         yield Output(sys.stdout)
         return
+    if not path:
+        raise CannotCreate("cannot create a file", "its name is empty")
     with _creating(path):
         target = Path(os.path.realpath(path))
         if target.is_symlink():  # to itself, in the end
