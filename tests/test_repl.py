@@ -112,6 +112,7 @@ DIALOGUE = [
     ("/sessions", "     2* 20"),
     ("/load", "error: which chat?; /sessions lists them"),
     ("/load 2", "error: chat 2 is this one"),
+    ("/load last", "error: chat 2 is this one"),
     ("/load 9", "error: there is no chat 9; `longchat sessions ls` shows them"),
     ("/load 1", "turn 2: and now?\nYou said: and now?"),
     ("/new", "> /new\na new conversation\n>"),

@@ -143,3 +143,19 @@ def _killed_and_resumed(start: Start, home: Path, times: int, rng: random.Random
     assert screen.text().count("reused ") == 1
     screen.say("and now?")
     assert [turn.text for turn in kept(home).turns[::2]] == [*said, "and now?"]
+
+
+def test_what_the_command_line_says_of_another_method_does_not_shut_a_chat_out(
+    start: Start, tmp_path: Path
+) -> None:
+    screen = start("--window", "64")
+    screen.prompt(LOADING)
+    screen.say("the mill has seven sails")
+    screen.say("/method full")
+    screen.say("/branch")
+    assert "turn 1: the mill has seven sails" in screen.say("/load 1")
+    screen.write("/quit\r")
+    assert screen.ended() == 0
+    refused = start("--resume", "1", "--window", "64")
+    assert refused.ended() == 2
+    assert "--window is not an option of this method: the chat goes on under full" in refused.text()

@@ -65,7 +65,10 @@ class Think(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value in ("show", "hide") or isinstance(value, int):
             return value
-        return Size().convert(value, param, ctx)
+        try:
+            return Size().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"'{value}' is neither show nor hide nor a number of tokens", param, ctx)
 
 
 @command("chat", cls=MethodCommand)
@@ -262,6 +265,9 @@ class _Bench:
         """As `load`; what the command line names wins over what the chat is with."""
         said = any(map(self._given, ("system", "system_file", "role")))
         made = self.load(name, self.params["fork"], self._given("model"), self._given("method"), said)
+        for option in self.options.keys() - made[2].keys():
+            why = f"the chat goes on under {made[0].engine.info.method}"
+            raise UsageError(f"--{option.replace('_', '-')} is not an option of this method", why)
         made[0].add(self.documents)
         return made
 
@@ -282,7 +288,8 @@ class _Bench:
         prompt = self.params["system"] if system else about.system
         options = self._options(about, self.method if method else about.method)
         if method or system or hearsay:
-            options = {key: value for key, value in options.items() if key != "sinks"} | self.options
+            own = self.options  # sinks for another opening are another number
+            options = {key: value for key, value in options.items() if key in own or key != "sinks"}
             engine = open_pinned(opener, self.method if method else about.method, options, prompt, documents)
         else:
             engine = opener(about.method, options)
@@ -302,13 +309,13 @@ class _Bench:
         return conversation
 
     def _options(self, about: About, method: str) -> dict[str, Any]:
-        """Those of a chat that the method still has, and those of the command line."""
+        """Those of a chat and those of the command line, as far as the chat's method has them."""
         from longchat_cli.attention import method_class
 
         if method != about.method:
             return dict(self.options)
         known = {field.name for field in dataclasses.fields(method_class(method))}
-        return {key: value for key, value in about.options.items() if key in known} | self.options
+        return {key: value for key, value in {**about.options, **self.options}.items() if key in known}
 
     def _session(self, sessions: Sessions, kept: Chat, fork: bool) -> Session:
         """The kept chat itself, or a copy of it: where that is wanted, and where another process has it."""

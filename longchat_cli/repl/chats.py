@@ -50,10 +50,10 @@ def load(repl: Repl, argument: str) -> None:
     """Go on with another chat."""
     if not argument:
         raise UsageError("which chat?", "", "/sessions lists them")
-    before = repl.conversation.session
-    if before and str(before.id) == argument:
-        raise UsageError(f"chat {argument} is this one")
-    made = repl.workbench.chat(argument)
+    before, number = repl.conversation.session, Sessions().find(argument)
+    if before and before.id == number:
+        raise UsageError(f"chat {number} is this one")
+    made = repl.workbench.chat(str(number))
     if not repl.begin(made[0]):
         if made[0].session:
             made[0].session.close()
