@@ -221,6 +221,8 @@ def test_looking_things_up(run: Run, tmp_path: Path) -> None:
     assert shown.endswith("\n\nab\n")
     assert "> how many sails?\n\nYou said: how many" in run("logs", "show", "1").stdout
     assert len(run("logs", "search", "sail").stdout.splitlines()) == 1
+    nothing = run("logs", "search", "nobodysaidthis")
+    assert (nothing.stdout, nothing.stderr) == ("", "no entry has all of these words\n")
     assert run("logs", "rm", "1").exit_code == 0
     assert len(run("logs", "list").stdout.splitlines()) == 1
     run("logs", "rm", "--all")

@@ -45,7 +45,7 @@ def logs() -> None:
 @json_option
 def list_(n: int, as_json: bool) -> None:
     """The newest entries, the newest last."""
-    _show_rows(_log().last(n), as_json)
+    _show_rows(_log().last(n), as_json, "the log is empty")
 
 
 @logs.command("search")
@@ -54,7 +54,7 @@ def list_(n: int, as_json: bool) -> None:
 @json_option
 def search(words: tuple[str, ...], n: int, as_json: bool) -> None:
     """Entries with all of the words, or words that begin like them."""
-    _show_rows(_log().search(words, n), as_json)
+    _show_rows(_log().search(words, n), as_json, "no entry has all of these words")
 
 
 @logs.command("show")
@@ -115,7 +115,8 @@ def _log() -> Log:
     return Log(default_path())
 
 
-def _show_rows(entries: Sequence[Entry], as_json: bool) -> None:
+def _show_rows(entries: Sequence[Entry], as_json: bool, none: str) -> None:
+    """The entries a line each, or as JSON; on stderr what it means that there are `none`."""
     if as_json:
         click.echo(json.dumps([asdict(entry) for entry in entries], ensure_ascii=False, indent=2))
         return
@@ -123,6 +124,8 @@ def _show_rows(entries: Sequence[Entry], as_json: bool) -> None:
         question = " ".join(_safe(entry.question).split())
         shown = question if len(question) <= WIDTH else f"{question[:WIDTH]}..."
         click.echo(f"{entry.id:>6}  {entry.time[:16].replace('T', ' ')}  {entry.command:<5}  {shown}")
+    if not entries:
+        current_console().notice(none)
 
 
 def _safe(text: str) -> str:
