@@ -92,7 +92,10 @@ class Constraint:
 
     def _require(self) -> None:
         if self._matcher.is_error():
-            raise BadInput("the schema cannot be followed", brief(ValueError(self._matcher.get_error())))
+            error = self._matcher.get_error()
+            if error.startswith("NoExtensionBias"):  # what the library says of {"$ref": "#"}
+                raise BadInput("the schema leaves no answer", "nothing may come next")
+            raise BadInput("the schema cannot be followed", brief(ValueError(error)))
 
 
 def _grammar(schema: str) -> str:

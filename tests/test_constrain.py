@@ -146,7 +146,7 @@ def test_a_deep_schema_is_refused_or_followed(tmp_path: Path, tokenizer: Tokeniz
 
 
 def test_a_schema_without_an_answer_ends(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(BadInput, match="cannot be followed|leaves no answer"):
+    with pytest.raises(BadInput, match="leaves no answer: nothing may come next"):
         sampled(written(tmp_path, {"$ref": "#"}), tokenizer, 0)
 
 

@@ -258,6 +258,10 @@ def set_default(name: str) -> None:
         raise UsageError(f"{name} is a sentence encoder", "it cannot write answers")
     if isinstance(resolved, Path) and resolved.is_dir() and not _holds_model(resolved):
         raise BadInput(f"{name} is not a model directory", "it has no config.json and no GGUF file")
+    if isinstance(resolved, Path) and not resolved.is_dir():
+        from longchat_cli.models.gguf import Gguf  # imports numpy
+
+        Gguf(resolved)
     config.private(models_dir())
     with storage_errors(f"writing {_default_file()}"):
         _default_file().write_text(str(resolved) if isinstance(resolved, Path) else name, encoding="utf-8")
