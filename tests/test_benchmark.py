@@ -19,6 +19,7 @@ from longchat_cli.benchmark.streams import skip
 from longchat_cli.cli import cli
 from longchat_cli.errors import CannotCreate, LongchatError, MissingInput, Unavailable, UsageError
 from longchat_cli.evaluation.measure import named, names
+from longchat_cli.kernels import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,6 +122,18 @@ def test_figures_of_a_real_process(model):
         sum(got["served"]["prompt"].values()) == LAYERS
         and sum(got["served"]["steps"].values()) == LAYERS * 20
     )
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=f"native library: {native.missing()}")
+def test_where_the_time_of_a_step_goes(model):
+    engine = {**ENGINE, "dtype": "bfloat16", "model": str(model)}
+    got = ours.measure(job(model, engine=engine, count=False))
+    spent = got["spent"]
+    assert list(spent) == ["python", *native.PHASES]
+    assert all(seconds > 0 for name, seconds in spent.items() if name != "waiting")  # one thread has no other
+    assert 0.2 * got["step_s"] < sum(spent.values()) < 5 * got["step_s"]
+    layered = ours.measure(job(model, "quest", engine=engine, count=False))
+    assert "spent" not in layered  # its layers are calls of their own
 
 
 def test_a_forced_kernel_is_named(model):
@@ -290,6 +303,15 @@ def test_medians_spreads_and_ratios_to_the_best_of_the_other():
     assert against[5:] == ["50.0 (20.0-100)", "25.0", "2.00x"]
     assert "x, 2,000 tokens: SIGILL ended it" in shown and "2 threads each" in shown
     assert "load average 0.5 to 0.5" in shown
+
+
+def test_what_a_step_is_spent_on_in_shares():
+    spent = [{"python": 0.001, "products": 0.003}, {"python": 0.003, "products": 0.003}]
+    rows = [row("full", 1000, 1.0, 0.01, spent=each) for each in spent]
+    shown = report.show(result([*rows, row("quest", 1000, 1.0, 0.01)]))
+    assert cells_of(shown, "full")[-1] == ["full", "1,000", "5.00", "2.00 (40%)", "3.00 (60%)"]
+    assert len(cells_of(shown, "quest")) == 1
+    assert "Where the time of a step goes" not in report.show(result(ROWS))
 
 
 def test_limits_are_what_the_machine_could_do_at_its_best():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ def measure(job: Row) -> Row:
     from longchat_cli.benchmark import limits
 
     figures["held"], figures["kept"] = engine.coverage().bytes, limits.kept(engine.decoder)
+    if spent := _spent(engine, following):
+        figures["spent"] = spent
     moved = sum(size for size, _ in limits.matrices(engine.decoder))
     figures["about"] = _about(engine) | {"step_weights": moved}
     if engine.decoder.device.type == "cpu":
@@ -56,31 +59,61 @@ def measure(job: Row) -> Row:
 def _read(engine: LocalEngine, ids: Sequence[int], following: Sequence[int]) -> Row:
     """Seconds until the first token is chosen and of a later one on average; the kernels that served."""
     from longchat_cli import kernels
-    from longchat_cli.local import choose
-    from longchat_cli.sampling import Sampling
-
-    greedy = Sampling(temperature=0.0)
-
-    def chosen() -> None:
-        assert engine.logits is not None
-        choose(engine.logits, greedy, ())
 
     engine.reset()
     kernels.served.clear()
     begun = time.perf_counter()
     engine.prefill(ids)
-    chosen()
-    first = time.perf_counter()
+    _chosen(engine)
+    first = time.perf_counter() - begun
     served = kernels.served.copy()
-    for id in following:
-        engine.feed([id], decoding=True)
-        chosen()
-    seconds = time.perf_counter() - first
+    seconds = _decode(engine, following)
     return {
-        "first_s": first - begun,
+        "first_s": first,
         "step_s": seconds / max(len(following), 1),
         "served": {"prompt": dict(served), "steps": dict(kernels.served - served)},
     }
+
+
+def _decode(engine: LocalEngine, following: Sequence[int]) -> float:
+    """Seconds that it takes to decode these ids."""
+    begun = time.perf_counter()
+    for id in following:
+        engine.feed([id], decoding=True)
+        _chosen(engine)
+    return time.perf_counter() - begun
+
+
+def _chosen(engine: LocalEngine) -> None:
+    from longchat_cli.local import choose
+    from longchat_cli.sampling import Sampling
+
+    assert engine.logits is not None
+    choose(engine.logits, Sampling(temperature=0.0), ())
+
+
+def _spent(engine: LocalEngine, following: Sequence[int]) -> Row | None:
+    """Seconds of a later step by what they go to: the native library's phases, and Python around them.
+
+    Steps of their own: to look at the clock takes time. None where no step is one call of the library.
+    """
+    from longchat_cli.kernels import native
+    from longchat_cli.models.native import NativeProducts
+
+    products = getattr(engine.decoder, "products", None)
+    if not isinstance(products, NativeProducts) or not following:
+        return None
+    products.spent = (ctypes.c_int64 * len(native.PHASES))()
+    seconds = _decode(engine, following)
+    phases = {
+        name: spent / 1e9 / len(following) for name, spent in zip(native.PHASES, products.spent, strict=True)
+    }
+    products.spent = None
+    return (
+        {"python": seconds / len(following) - sum(phases.values()), **phases}
+        if any(phases.values())
+        else None
+    )
 
 
 def _about(engine: LocalEngine) -> Row:

@@ -116,6 +116,7 @@ def show(result: Mapping[str, Any]) -> str:
     """Everything as Markdown that reads well in a terminal."""
     found = cells(result["rows"])
     parts = [_heading(result), _own([cell for cell in found if not cell.peer])]
+    parts += _spent([cell for cell in found if not cell.peer])
     if any(cell.peer for cell in found):
         parts += [_against(found), _forms([cell for cell in found if cell.peer])]
     failed = {
@@ -178,6 +179,23 @@ def _own_line(cell: Cell, machine: Machine) -> list[str]:
         f"{resident / (held + cell.runs[0]['kept']):.2f}",
         "; ".join(_calls(served[part]) for part in ("prompt", "steps")),
     ]
+
+
+def _spent(found: Sequence[Cell]) -> list[str]:
+    """Where the time of a step goes, of cells where the native library says so."""
+    told = [
+        cell for cell in found if all("spent" in run for run in cell.runs)
+    ]  # not those from layer to layer
+    if not told:
+        return []
+    phases = list(told[0].runs[0]["spent"])
+    lines = []
+    for cell in told:
+        each = [statistics.median(run["spent"][phase] for run in cell.runs) for phase in phases]
+        shown = (f"{seconds * 1e3:.2f} ({seconds / sum(each):.0%})" for seconds in each)
+        lines.append([cell.name, f"{cell.length:,}", f"{sum(each) * 1e3:.2f}", *shown])
+    header = ("method", "tokens", "step", *phases)
+    return ["Where the time of a step goes, in milliseconds:\n\n" + table(header, lines)]
 
 
 def _calls(served: Mapping[str, int]) -> str:
@@ -309,7 +327,11 @@ longchat's and the other's in turn. *limit* of a decoded token: the weights in t
 visible keys and values, by the rate at which this machine reads a block as large; of a prompt: the FLOPs
 of weights and visible pairs, by the rate of its matrix products. *resident*: memory of the process beyond
 that of importing torch; *of kept*: as a multiple of the weights in all forms in memory and the keys and
-values held. *served by*: calls of each attention kernel, for the prompt and for the steps after it."""
+values held. *served by*: calls of each attention kernel, for the prompt and for the steps after it.
+Where the time of a step goes is measured over as many further steps: *python* is all around the one call of
+the native library; of its first thread, *inputs* are norms, residuals, the gate and their quantizing,
+*products* those of the layers, *rotation* also places new keys and values and plans attention, *waiting* is
+for the other threads, *last product* the vocabulary's."""
 
 
 def page(result: Mapping[str, Any], command: str) -> str:

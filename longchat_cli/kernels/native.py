@@ -24,7 +24,7 @@ from longchat_cli.errors import OutOfMemory
 from longchat_cli.kernels.packed import Packed, rows_at
 from longchat_cli.kernels.span import Bound, Span
 
-ABI = 9
+ABI = 10
 """Of native.h: a library built from another version of it is not used."""
 ROWS = 8
 """Up to this many query rows the library is faster than torch's kernel."""
@@ -33,6 +33,8 @@ TILE = 16
 """Rows of weights that lie interleaved."""
 LEAST = 1 << 15
 """Bytes from which memory is worth a place among large pages."""
+PHASES = ("inputs", "products", "rotation", "attention", "waiting", "last product")
+"""What the library spends a step on, as it counts it."""
 REDUCE = {"max": 1, "mean": 2, "sum": 3}
 """How heads' probabilities become one: LongchatSpan's `observe`."""
 
@@ -125,7 +127,10 @@ class Step(ctypes.Structure):
     """LongchatStep."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("model", "blocks", "layers", "norm", "head", "x", "q", "logits")),
+        *(
+            (name, c_void_p)
+            for name in ("model", "blocks", "layers", "norm", "head", "x", "q", "logits", "spent")
+        ),
         *((name, c_int32) for name in ("n_layers", "rows")),
         ("scale", c_float),
     ]

@@ -34,7 +34,7 @@ Choice chosen = widest();
 using longchat::chosen;
 using longchat::tried;
 
-int longchat_abi() { return 9; }
+int longchat_abi() { return 10; }
 
 const char* longchat_isa() { return chosen.name; }
 

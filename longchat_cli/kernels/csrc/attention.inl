@@ -274,10 +274,24 @@ class Attention {
     const int64_t share = items / (team.size() * 4), step = share < 1 ? 1 : share > 8 ? 8 : share;
     while (team.take(0, items, step, &begin, &end))
       for (int64_t item = begin; item < end; ++item) weigh_keys(item);
-    team.barrier();
+    meet(team);
     while (team.take(0, queries, 1, &begin, &end)) merge(begin);
-    if (!logits) return;
+    if (logits) {
+      meet(team);
+      observe_all(team);
+    }
+    meet(team);
+  }
+
+ private:
+  static void meet(Team& team) {
+    watch.lap(Phase::attention);
     team.barrier();
+    watch.lap(Phase::waiting);
+  }
+
+  void observe_all(Team& team) {
+    int64_t begin, end;
     for (int s = 0; s < a.n_spans; ++s) {
       const LongchatSpan& span = a.spans[s];
       if (!span.observe) continue;
@@ -288,7 +302,6 @@ class Attention {
     }
   }
 
- private:
   uint16_t* turned_at(int s, int64_t head, int row) const {
     return turned + ((s * a.heads + head) * a.rows + row) * a.dim;
   }
@@ -443,6 +456,7 @@ void step(const LongchatStep* s) {
   const LongchatLinear last[1] = {s->head->upper};
   Attention attention;
   parallel(m.threads, [&](Team& team, int thread) {
+    if (thread == 0) watch.start(s->spent);
     for (int index = 0; index < s->n_layers; ++index) {
       const LongchatBlock& block = s->blocks[index];
       const LongchatLayer& layer = s->layers[index];
@@ -457,15 +471,19 @@ void step(const LongchatStep* s) {
         }
         attention = attention_of(index);
         attention.prepare(memory);
+        watch.lap(Phase::rotation);
       }
       team.barrier();
+      watch.lap(Phase::waiting);
       attention.run(team);
-      team.barrier();
       finish(m, block, rows, out, head, m.dim, room, team, thread);
     }
     Own& own = room.own[thread];
     own.prepare_normed(last, s->norm, m.eps, rows);
+    watch.lap(Phase::inputs);
     last_product(*s->head, own.input, s->logits, rows, team);
+    watch.lap(Phase::last);
+    if (thread == 0) watch.start(nullptr);
   });
 }
 

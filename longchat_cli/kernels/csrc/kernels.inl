@@ -9,8 +9,10 @@ constexpr int kKeys = 256;   // keys that a thread takes at once
 constexpr int kMaxDim = 512;
 constexpr int kAhead = 2048;  // bytes of weights asked for beforehand: the processor foresees no page's beginning
 
+using longchat::Phase;
 using longchat::Team;
 using longchat::parallel;
+using longchat::watch;
 
 inline float as_float(uint32_t bits) {
   float x;
@@ -561,6 +563,16 @@ void multiply(const LongchatLinear (&w)[N], const Input& input, float* y, int ro
   }
 }
 
+// As `multiply`, with all results there afterwards.
+template <int N>
+void multiply_all(const LongchatLinear (&w)[N], const Input& input, float* y, int rows, Team& team) {
+  watch.lap(Phase::inputs);
+  multiply(w, input, y, rows, team);
+  watch.lap(Phase::products);
+  team.barrier();
+  watch.lap(Phase::waiting);
+}
+
 inline void norm(const float* x, const float* weight, float* y, int n, float eps) {
   const float factor = norm_factor(x, n, eps);
   for (int i = 0; i < n; ++i) y[i] = x[i] * factor * weight[i];
@@ -738,8 +750,7 @@ void place_row(const LongchatModel& m, const LongchatBlock& b, float* heads, int
 void project(const LongchatModel& m, const LongchatBlock& b, int rows, Room& room, Team& team, int thread) {
   Own& own = room.own[thread];
   own.prepare_normed(b.qkv, b.attention_norm, m.eps, rows);
-  multiply(b.qkv, own.input, room.heads, rows, team);
-  team.barrier();
+  multiply_all(b.qkv, own.input, room.heads, rows, team);
 }
 
 void place(const LongchatModel& m, const LongchatBlock& b, int rows, Room& room, const Places& to) {
@@ -779,23 +790,21 @@ void finish(const LongchatModel& m, const LongchatBlock& b, int rows, const uint
       for (int i = 0; i < m.dim; ++i)
         own.seen[r * attended + h * m.dim + i] = widen(out[h * out_head + r * out_row + i]);
   own.prepare(b.o, own.seen, rows);
-  multiply(b.o, own.input, room.y, rows, team);
-  team.barrier();
+  multiply_all(b.o, own.input, room.y, rows, team);
   for (int r = 0; r < rows; ++r) {
     const float* y = room.y + r * width;
     for (int i = 0; b.o_bias && i < width; ++i) own.normed[i] = y[i] + b.o_bias[i];
     join(own.x + r * width, b.o_bias ? own.normed : y, b.after_attention, own.spare, m.width, m.eps);
   }
   own.prepare_normed(b.gate_up, b.mlp_norm, m.eps, rows);
-  multiply(b.gate_up, own.input, room.wide, rows, team);
-  team.barrier();
+  multiply_all(b.gate_up, own.input, room.wide, rows, team);
   for (int r = 0; r < rows; ++r)
     gate(m, room.wide + r * 2 * hidden, room.wide + r * 2 * hidden + hidden, own.gated + r * hidden);
   own.prepare(b.down, own.gated, rows);
-  multiply(b.down, own.input, room.y, rows, team);
-  team.barrier();
+  multiply_all(b.down, own.input, room.y, rows, team);
   for (int r = 0; r < rows; ++r)
     join(own.x + r * width, room.y + r * width, b.after_mlp, own.spare, m.width, m.eps);
+  watch.lap(Phase::inputs);
 }
 
 void leave(const LongchatModel* m, const LongchatBlock* b, float* x, int rows, const uint16_t* out,

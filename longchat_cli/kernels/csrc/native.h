@@ -93,6 +93,7 @@ struct LongchatStep {
   float* x;                    // [rows, width]; changed
   uint16_t* q;                 // [layers, heads, rows, dim]: the queries, for whoever wants them
   float* logits;               // [rows, out]
+  int64_t* spent;              // nanoseconds of the calling thread, added to those of each phase, or null
   int32_t n_layers, rows;
   float scale;
 };

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <chrono>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -73,10 +74,27 @@ int hire(int wanted) {
   return wanted;
 }
 
+int64_t now() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 // A forked child has none of its parent's threads: it begins with a new pool.
 const int forked = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
 
 }  // namespace
+
+constinit thread_local Watch watch;
+
+void Watch::start(int64_t* spent) {
+  spent_ = spent;
+  last_ = spent ? now() : 0;
+}
+
+void Watch::add(Phase phase) {
+  const int64_t at = now();
+  spent_[static_cast<int>(phase)] += at - last_;
+  last_ = at;
+}
 
 void Team::barrier() {
   if (size_ == 1) return begin();

@@ -38,6 +38,26 @@ class Team {
   std::atomic<int64_t> taken_[8] = {};
 };
 
+// Where a thread's time goes, for whoever asks: nanoseconds of each phase.
+enum class Phase { inputs, products, rotation, attention, waiting, last };
+
+class Watch {
+ public:
+  // Time from here on goes to `spent`, a number a phase; null: to nobody.
+  void start(int64_t* spent);
+  // What passed since the last call was spent on a phase.
+  void lap(Phase phase) {
+    if (spent_) add(phase);
+  }
+
+ private:
+  void add(Phase phase);
+  int64_t* spent_ = nullptr;
+  int64_t last_ = 0;
+};
+
+extern constinit thread_local Watch watch;
+
 using Work = void (*)(void* context, Team& team, int thread);
 
 // Run `work` on `threads` threads and return when all are done. One call at a time.
