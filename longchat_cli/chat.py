@@ -384,8 +384,7 @@ class Conversation:
         """Whether the user's next `text` does, where the method forgets a subject as a whole."""
         if not (self._forgets_subjects() and self.turns):
             return False
-        ids = self.engine.render_turn(Message.of("user", text)).ids
-        if not subjects.begins(self.engine, ids, self.engine.count(text)):
+        if not subjects.begins(self.engine, self.engine.render_turn(Message.of("user", text))):
             return False
         count = self.exchanges - self.context().forgotten_turns
         self.notice(f"new subject: {count:,} turn{'' if count == 1 else 's'} out of sight")

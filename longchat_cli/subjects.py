@@ -7,9 +7,8 @@ that speaks for the conversation: that it makes some tokens less likely does not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from longchat_cli.engine import Engine
+from longchat_cli.prompt import Prompt
 
 LEAST = 8
 """Tokens of words that can begin a subject: "why?" and "make it shorter" never do."""
@@ -20,17 +19,24 @@ GAIN = 0.42
 follow-up needs is far worse than showing what it does not."""
 
 
-def begins(engine: Engine, ids: Sequence[int], count: int) -> bool:
-    """Whether a user's turn, `ids` with `count` tokens of words among them, begins a new subject."""
-    return count >= LEAST and gain(engine, ids, count) < GAIN
+FIRST = 2.0
+"""Nats that the first token gains at most: "Explain" behind "Describe" tells of the form alone."""
 
 
-def gain(engine: Engine, ids: Sequence[int], count: int) -> float:
-    """What the visible conversation adds to the log-probability of each token of the words.
+def begins(engine: Engine, turn: Prompt) -> bool:
+    """Whether a user's `turn` begins a new subject."""
+    words = _words(turn)
+    return len(words) >= LEAST and gain(engine, turn) < GAIN
+
+
+def gain(engine: Engine, turn: Prompt) -> float:
+    """What the visible conversation adds to the log-probability of each token of the turn's words.
 
     They are read twice, as far as they are looked at; the engine's state is as before.
     """
-    ids = ids[: len(ids) - max(count - LOOKED, 0)]
+    words = _words(turn)
+    left = len(words) - LOOKED
+    ids = turn.ids[: len(turn.ids) - max(left, 0)]
     mark = engine.snapshot()
     try:
         seen = engine.weigh(ids)
@@ -38,4 +44,11 @@ def gain(engine: Engine, ids: Sequence[int], count: int) -> float:
         alone = engine.weigh(ids)
     finally:
         engine.restore(mark)
-    return sum(max(a - b, 0.0) for a, b in zip(seen, alone, strict=True)) / min(count, LOOKED)
+    gains = [max(a - b, 0.0) for a, b in zip(seen, alone, strict=True)]  # of ids[1:]
+    gains[words.start - 1] = min(gains[words.start - 1], FIRST)
+    return sum(gains) / min(len(words), LOOKED)
+
+
+def _words(turn: Prompt) -> range:
+    """Where the words' tokens are."""
+    return next((range(r.start, r.stop) for r in turn.regions if r.kind == "text"), range(0))

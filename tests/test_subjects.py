@@ -164,15 +164,14 @@ def test_words_that_gain_nothing_begin_a_subject(tokenizer: Tokenizer) -> None:
         ("and what about the mill", False),
         ("new", False),
     ):
-        ids, count = engine.render_turn(Message.of("user", text)).ids, engine.count(text)
-        assert subjects.begins(engine, ids, count) is begun
+        assert subjects.begins(engine, engine.render_turn(Message.of("user", text))) is begun
         assert engine.subject == 0 and len(engine.ids) == 60
     long = "word " * 200  # the first tokens decide: what comes later is not even read
-    ids, read = engine.render_turn(Message.of("user", long)).ids, []
+    turn, read = engine.render_turn(Message.of("user", long)), []
     weigh = engine.weigh
     engine.weigh = lambda ids: read.append(len(ids)) or weigh(ids)  # type: ignore[method-assign, func-returns-value]
-    assert not subjects.begins(engine, ids, engine.count(long))
-    assert max(read) <= subjects.LOOKED + len(ids) - engine.count(long)
+    assert not subjects.begins(engine, turn)
+    assert max(read) <= subjects.LOOKED + len(turn.ids) - engine.count(long)
 
 
 def test_what_becomes_less_likely_does_not_count(tokenizer: Tokenizer) -> None:
@@ -184,8 +183,21 @@ def test_what_becomes_less_likely_does_not_count(tokenizer: Tokenizer) -> None:
         return [-4.0] * (len(ids) - 1) if engine.forgets else [-9.0] * (len(ids) - 2) + [-1.0]
 
     engine.weigh = weigh  # type: ignore[method-assign]
-    ids = engine.render_turn(Message.of("user", "the river ran past the old mill")).ids
-    assert subjects.gain(engine, ids, 20) == pytest.approx(3 / 20)
+    turn = engine.render_turn(Message.of("user", "the river ran past the old mill"))
+    count = engine.count("the river ran past the old mill")
+    assert subjects.gain(engine, turn) == pytest.approx(3 / count)
+
+
+def test_how_words_begin_counts_little(tokenizer: Tokenizer) -> None:
+    engine = Judged(tokenizer)
+    engine.prefill(range(60))
+    text = "the river ran past the old mill"
+    turn, count = engine.render_turn(Message.of("user", text)), engine.count(text)
+    first = turn.ids.index(engine.encode(text)[0])
+    for place, counted in ((first, subjects.FIRST), (first + 1, 5.0), (len(turn.ids) - 1, 5.0)):
+        likelier = [-1.0 if at == place else -6.0 for at in range(1, len(turn.ids))]
+        engine.weigh = lambda ids, seen=likelier: [-6.0] * len(seen) if engine.forgets else seen  # type: ignore[method-assign, misc]
+        assert subjects.gain(engine, turn) == pytest.approx(counted / count)
 
 
 def test_a_chat_says_so_and_takes_it_back(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +264,7 @@ def test_a_chat_goes_on_behind_its_subject(
     monkeypatch: pytest.MonkeyPatch,
     keeps: bool,
 ) -> None:
-    monkeypatch.setattr(subjects, "begins", lambda engine, ids, count: count < 5)
+    monkeypatch.setattr(subjects, "begins", lambda engine, turn: len(subjects._words(turn)) < 5)
     chat = start("sink", None, OPTIONS)
     say(
         chat,
