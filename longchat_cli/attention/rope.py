@@ -13,6 +13,9 @@ from torch import Tensor
 
 from longchat_cli.kernels import Rotation
 
+AHEAD = 32
+"""Rotations of one row that are made at once: decoding asks for one after the other."""
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -20,7 +23,7 @@ class Rope:
 
     frequencies: Tensor
     interleaved: bool = False
-    _last: dict[int, Rotation] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _known: dict[int, Rotation] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def to(self, device: torch.device) -> Rope:
         return replace(self, frequencies=self.frequencies.to(device))
@@ -30,11 +33,16 @@ class Rope:
         return Rotation(*cos_sin(positions, self.frequencies), self.interleaved)
 
     def shift(self, distance: int) -> Rotation:
-        """Rotation of one row by `distance`; all layers of a step ask for the same one."""
-        if distance not in self._last:
-            self._last.clear()
-            self._last[distance] = self.rotation(torch.tensor([distance], device=self.frequencies.device))
-        return self._last[distance]
+        """Rotation of one row by `distance`: all layers of a step ask for one, the next step for the next."""
+        if distance not in self._known:
+            if len(self._known) >= 4 * AHEAD:
+                self._known.clear()
+            first = distance - distance % AHEAD
+            some = torch.arange(first, first + AHEAD, device=self.frequencies.device)
+            cos, sin = cos_sin(some, self.frequencies)
+            for place, row in enumerate(zip(cos.split(1), sin.split(1), strict=True), first):
+                self._known[place] = Rotation(*row, self.interleaved)
+        return self._known[distance]
 
     def unrotate(self, k: Tensor, positions: Tensor) -> Tensor:
         """Take the rotation at positions [rows] out of k [heads, rows, dim]."""

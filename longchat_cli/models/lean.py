@@ -266,8 +266,13 @@ class LeanDecoder:
     def begin(self, ids: Tensor, cache: Cache) -> tuple[Tensor, dict[str, Rotation]]:
         """What the first layer takes, float32 [rows, width], and the rotations of each kind of layer."""
         x = self.embedding[ids.to(self.device)] * self.embedding_scale
-        positions = places(cache.position, len(ids), self.device)
-        rotations = {kind: rope.rotation(positions) for kind, rope in self.ropes.items()}
+        at, rows = cache.position, len(ids)
+        if rows == 1 and isinstance(at, int):
+            rotations = {kind: rope.shift(at) for kind, rope in self.ropes.items()}
+        else:
+            rotations = {
+                kind: rope.rotation(places(at, rows, self.device)) for kind, rope in self.ropes.items()
+            }
         return x.float(), rotations  # the residual stream stays in float32
 
     @torch.inference_mode()
