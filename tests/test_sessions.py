@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -631,6 +632,28 @@ def test_chats_are_kept_and_go_on(run: Run) -> None:
         run("chat", "--resume", "9" * 5000, input="x\n")
     with pytest.raises(UsageError):
         run("chat", "--resume", "first", input="x\n")
+
+
+def test_where_a_chat_cannot_be_kept_it_goes_on_with_no_save(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("chat", input="one\n")
+    usual = os.open
+
+    def read_only(path: Any, flags: int, *rest: Any) -> int:
+        if str(path).endswith(".lock"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return usual(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(StorageError) as raised:
+        run("chat", "--resume", input="two\n")
+    assert str(raised.value).endswith(
+        "Read-only file system; make it writable, or go on without keeping what is said: --no-save"
+    )
+    with pytest.raises(StorageError, match="Read-only file system; make it writable$"):
+        run("sessions", "rm", "1")
+    assert run("chat", "--resume", "--no-save", input="two\n").stdout == "You said: two\n"
 
 
 def test_a_read_only_copy_of_nothing(run: Run) -> None:

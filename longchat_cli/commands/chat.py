@@ -31,7 +31,7 @@ from longchat_cli.commands.options import (
 )
 from longchat_cli.commands.sessions import complete_chats, printed
 from longchat_cli.config import config_dir
-from longchat_cli.errors import BadInput, MissingInput, UsageError
+from longchat_cli.errors import BadInput, MissingInput, StorageError, UsageError
 from longchat_cli.terminal import Console, Interrupts
 
 if TYPE_CHECKING:
@@ -326,6 +326,9 @@ class _Bench:
                 return Session(sessions, self.console, kept)
             except InUse as error:
                 self.console.warn(f"{error}; this is a copy of it")
+            except StorageError as error:
+                do = "make it writable, or go on without keeping what is said: --no-save"
+                raise StorageError(error.what, error.why, do) from error
         return Session(sessions, self.console, None, kept.about.id, kept.about.exchanges)
 
     def _store(self, saved: bool, model: str, method: str) -> Store | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from longchat_cli import config
 from longchat_cli.errors import BadInput, MissingInput, UsageError
-from longchat_cli.models.files import read_json, remembered_sha256, storage_errors, write_json
+from longchat_cli.models.files import read_json, remembered_sha256, storage_errors, write_json, write_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9]")
 
@@ -246,7 +246,7 @@ def entries() -> list[Entry]:
 def default() -> str:
     """The name, path or hub id used when none is given."""
     try:
-        return _default_file().read_text(encoding="utf-8").strip() or DEFAULT
+        return _default_file().read_text(encoding="utf-8", errors="replace").strip() or DEFAULT
     except OSError:
         return DEFAULT
 
@@ -262,9 +262,7 @@ def set_default(name: str) -> None:
         from longchat_cli.models.gguf import Gguf  # imports numpy
 
         Gguf(resolved)
-    config.private(models_dir())
-    with storage_errors(f"writing {_default_file()}"):
-        _default_file().write_text(str(resolved) if isinstance(resolved, Path) else name, encoding="utf-8")
+    write_text(_default_file(), str(resolved) if isinstance(resolved, Path) else name)
 
 
 def _holds_model(directory: Path) -> bool:

@@ -113,12 +113,17 @@ def install_directory(source: Path, target: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` to `path` (0600) through a temporary file and a rename."""
+    """Write `value` as `write_text` does."""
+    write_text(path, json.dumps(value, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` (0600) through a temporary file and a rename. Raises StorageError."""
     with storage_errors(f"writing {path}"):
         handle, name = tempfile.mkstemp(prefix=".tmp-", dir=private(path.parent))
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(value, file, indent=1)
+                file.write(text)
             Path(name).replace(path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
