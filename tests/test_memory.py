@@ -400,3 +400,14 @@ def test_words_that_ask_nothing_need_a_surer_passage(chat: Conversation) -> None
     assert say(chat, "Is the previous response of a pirate?")
     fill(chat)
     assert say(chat, "Rewrite your previous response in the style of a pirate.")  # the very words
+
+
+def test_how_to_answer_is_not_what_is_asked(chat: Conversation) -> None:
+    say(chat, "Please give the numbers in a table with two columns.")
+    say(chat, "The ferry leaves at noon.")
+    fill(chat)
+    assert say(chat, "Zebras? Please give the numbers in a list.") == []
+    (told,) = say(chat, "When leaves the ferry? Please be brief.")
+    assert told.endswith("from turn 2")
+    fill(chat)
+    assert say(chat, "Really? Please give the numbers in a table with two columns.")  # nearly the very words
