@@ -179,7 +179,7 @@ def run(plan: speed.Plan, who: list[speed.Contender]) -> tuple[list[dict[str, An
 
 
 def test_runs_alternate_and_slow_forms_of_the_other_are_left_out(log):
-    plan = speed.Plan((40, 100), 2, 1, decoded=6)
+    plan = speed.Plan((40, 100), 2, 1, decode=6)
     rows, said = run(plan, contenders("p-2000-400", "q-9000-300", "r-9000-900"))
     order = ["a-1000-100", "p-2000-400", "q-9000-300", "r-9000-900", "a-1000-100", "p-2000-400", "q-9000-300"]
     assert [row["name"] for row in rows] == order * 2
@@ -202,7 +202,7 @@ def test_a_short_text_is_repeated(log):
     assert log()[0]["ids"] == (IDS * 3)[:400]
 
 
-@pytest.mark.parametrize("wrong", [{"lengths": (0,)}, {"repeat": 0}, {"threads": -1}])
+@pytest.mark.parametrize("wrong", [{"lengths": (0,)}, {"repeat": 0}, {"threads": -1}, {"decode": 0}])
 def test_plans_that_make_no_sense(wrong):
     with pytest.raises(UsageError):
         speed.Plan(**{"lengths": (5,), "repeat": 1, "threads": 1} | wrong)
@@ -285,7 +285,7 @@ ROWS = [
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"machine": speed.machine(2), "plan": {"repeat": 3, "decoded": 96}, "rows": rows}
+    return {"machine": speed.machine(2), "plan": {"repeat": 3, "decode": 96}, "rows": rows}
 
 
 def cells_of(shown: str, first: str) -> list[list[str]]:
@@ -378,7 +378,7 @@ def test_bench_speed(model, tmp_path):
 
 
 def test_the_bundled_text_is_long_enough_for_the_default_lengths():
-    assert len(speed.TEXT.read_text(encoding="utf-8")) > 5 * (8000 + speed.DECODED)
+    assert len(speed.TEXT.read_text(encoding="utf-8")) > 5 * (8000 + 96)
 
 
 # Waiting, and streams
@@ -441,7 +441,7 @@ def test_llama_cpp_itself(default_model_dir, tmp_path):
     theirs = speed.peers(forms, peer.waiting(forms[0], IDS, 2))
     rows = list(speed.rows(speed.Plan((200,), 1, 2), theirs, IDS, print))
     assert len(rows) == 6 and not [each["failed"] for each in rows if "failed" in each]
-    keys_and_values = 30 * 2 * 3 * 64 * 2 * (200 + speed.DECODED)
+    keys_and_values = 30 * 2 * 3 * 64 * 2 * (200 + 96)
     for each in rows:
         assert each["held"] == pytest.approx(keys_and_values, rel=0.1)
         assert 0 < each["step_s"] < each["first_s"]

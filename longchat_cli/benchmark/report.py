@@ -321,7 +321,7 @@ form counts in each cell.
 """
 NOTES = """\
 *first token*: seconds from the prompt's ids to the first token chosen, the model loaded and warm. *prefill*:
-the prompt's tokens by these seconds. *decode*: {decoded} tokens of the text fed one by one after the prompt,
+the prompt's tokens by these seconds. *decode*: {decode} tokens of the text fed one by one after the prompt,
 the likeliest chosen each time. Medians of {repeat} runs (least-largest), each in a process of its own,
 longchat's and the other's in turn. *limit* of a decoded token: the weights in the form that serves and the
 visible keys and values, by the rate at which this machine reads a block as large; of a prompt: the FLOPs

@@ -18,8 +18,6 @@ from longchat_cli.errors import LongchatError, UsageError
 OURS = (sys.executable, "-m", "longchat_cli.benchmark.ours")
 WARM = 512
 """Tokens that everybody reads before anything is timed."""
-DECODED = 96
-"""Tokens decoded one by one after the prompt: a whole number of rounds of the usual strides."""
 NEAR = 1.25
 """After the first round, forms of the other program that are slower by this in everything are left out."""
 TEXT = Path(__file__).with_name("text.txt")
@@ -28,12 +26,13 @@ TEXT = Path(__file__).with_name("text.txt")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: prompts of `lengths` tokens, `repeat` rounds, `threads` for everybody."""
+    """What to measure: prompts of `lengths` tokens, `decode` more one by one, `repeat` rounds, `threads` for
+    everybody."""
 
     lengths: tuple[int, ...]
     repeat: int
     threads: int
-    decoded: int = DECODED
+    decode: int = 96
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
@@ -41,6 +40,7 @@ class Plan:
             ("lengths", min(self.lengths)),
             ("repeat", self.repeat),
             ("threads", self.threads),
+            ("decode", self.decode),
         ):
             if value < 1:
                 raise UsageError(f"--{name} is {value}", "it must be at least 1")
@@ -85,13 +85,13 @@ def rows(
 
     Whoever failed is not tried again at that length. `ids` is the text, repeated when it is too short.
     """
-    longest = max(plan.lengths) + plan.decoded
+    longest = max(plan.lengths) + plan.decode
     ids = (list(ids) * (longest // len(ids) + 1))[:longest]
     for length in plan.lengths:
         left, done = list(contenders), []
         for number in range(plan.repeat):
             for contender in _in_turn(left):
-                text = {"ids": ids[:length], "following": ids[length : length + plan.decoded], "warm": WARM}
+                text = {"ids": ids[:length], "following": ids[length : length + plan.decode], "warm": WARM}
                 job = contender.job | text | {"threads": plan.threads, "count": not number}
                 row = {"name": contender.name, "peer": contender.peer, "length": length, "round": number}
                 row["waits"] = contender.environment.get("OMP_WAIT_POLICY")

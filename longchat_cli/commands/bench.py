@@ -41,6 +41,7 @@ def bench() -> None:
 @click.option(
     "--methods", default="full", show_default=True, metavar="NAMES", help="full,sink:window=1024,recycled,..."
 )
+@click.option("--decode", type=int, default=96, show_default=True, help="Tokens decoded after each prompt.")
 @click.option("--repeat", type=int, default=3, show_default=True, help="Runs of each.")
 @threads_option
 @click.option(
@@ -68,7 +69,8 @@ def speed(
     from longchat_cli.benchmark import speed as measuring
 
     console = current_console()
-    plan = measuring.Plan(params["lengths"], params["repeat"], threads or measuring.cores())
+    threads = threads or measuring.cores()
+    plan = measuring.Plan(params["lengths"], params["repeat"], threads, params["decode"])
     methods = _methods(params["methods"])
     if plot:
         report.require_plots()
@@ -79,7 +81,7 @@ def speed(
         files = [*map(Path, params["peer_models"])]
         forms = peers.forms(ready.source, files, plan.threads)
         contenders += measuring.peers(forms, peers.waiting(forms[0], ids, plan.threads))
-    result = _result(plan.threads, {"repeat": plan.repeat, "decoded": plan.decoded})
+    result = _result(plan.threads, {"repeat": plan.repeat, "decode": plan.decode})
     for row in measuring.rows(plan, contenders, ids, console.notice):
         result["rows"].append(row)
         _keep(json_file, result)
