@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 # C0 without \t and \n, DEL, C1, lone surrogates, bidirectional embeddings, overrides and isolates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+_HIDDEN = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _STRINGS = "]PX^_\x9d\x90\x98\x9e\x9f"  # OSC, DCS, SOS, PM, APC: after ESC, and as C1
 _CSI = "[\x9b"
@@ -75,6 +78,12 @@ class Sanitizer:
 def replace_surrogates(text: str) -> str:
     """Text of the same length that can be encoded: bytes that were no UTF-8 become replacement characters."""
     return _SURROGATES.sub("\ufffd", text)
+
+
+def json_text(value: Any, indent: int | None = None, default: Callable[[Any], str] | None = None) -> str:
+    """JSON without a character that a terminal would obey or hide; `default` as in json.dumps."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, default=default)
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def brief(text: str, most: int = 60) -> str:

@@ -232,6 +232,16 @@ def test_damaged_pages_are_listed_as_such(run: Run, book: Path, place: Path) -> 
     assert "damaged: `longchat cache verify` deletes them" in run("cache", "ls").stdout
 
 
+def test_names_in_the_cache_are_made_safe(run: Run, book: Path) -> None:
+    evil = book.rename(book.with_name("e\x1b[31m\n\u202e.txt"))
+    run("ingest", evil)
+    (shown,) = run("cache", "ls", color=True).stdout.splitlines()  # as on a terminal
+    assert shown.endswith(r"e\x1b[31m\n\u202e.txt")
+    listed = run("cache", "ls", "--json", color=True).stdout
+    assert json.loads(listed)[0]["documents"] == [str(evil)]
+    assert not {"\x1b", "\u202e"} & set(listed)
+
+
 def test_the_cache_command(run: Run, book: Path, place: Path, tmp_path: Path) -> None:
     assert json.loads(run("cache", "ls", "--json").stdout) == []
     other = tmp_path / "other.txt"

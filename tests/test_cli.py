@@ -257,6 +257,8 @@ def test_show_prompt_marks_control_tokens(run: Callable[..., Result], note: str)
         in done.err
     )
     assert done.out == "You said: how many sails?\n"
+    done = run("ask", note, "how many sails?", "--show-prompt", "--system", "be\x1b[31m brief")
+    assert "system\nbe brief⟦" in done.err
 
 
 @pytest.mark.parametrize(

@@ -348,3 +348,12 @@ def test_a_directory_in_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LONGCHAT_DATA_DIR", "~no-such-user/x")
     with pytest.raises(BadConfig, match="LONGCHAT_DATA_DIR"):
         data_dir()
+
+
+def test_what_a_project_says_is_shown_without_its_escapes(user: Path, project: Path) -> None:
+    project.write_text('[ask]\nsystem = "a\\u001b[31mb\\u202ec"\n')
+    shown = CliRunner().invoke(cli, ["config", "get", "ask.system"], color=True).stdout  # as on a terminal
+    assert shown == "abc\n"
+    for words in (["config", "show"], ["config", "get", "ask.system", "--json"]):
+        shown = CliRunner().invoke(cli, words, color=True).stdout
+        assert "ask.system" in shown and not {"\x1b", "\u202e"} & set(shown)

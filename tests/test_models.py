@@ -450,6 +450,11 @@ def test_the_default_can_be_changed(home: Path) -> None:
     with pytest.raises(StorageError), full_disk(4):
         catalog.set_default("gemma3-270m")
     assert catalog.default() == str(home.resolve()), "the choice before is kept"
+    odd = home / os.fsdecode(b"odd\xff")
+    odd.mkdir()
+    (odd / "config.json").write_text("{}")
+    catalog.set_default(str(odd))
+    assert catalog.default() == str(odd.resolve())
     (home / "data" / "models" / "default").write_bytes(b"\xff\xfe")
     with pytest.raises(MissingInput, match="unknown model"):
         catalog.resolve(catalog.default())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ from longchat_cli.commands.options import (
 from longchat_cli.errors import LongchatError, UsageError
 from longchat_cli.sampling import CUT
 from longchat_cli.terminal import Interrupts, is_tty, open_output
-from longchat_cli.terminal_text import replace_surrogates
+from longchat_cli.terminal_text import Sanitizer, json_text, replace_surrogates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -172,7 +171,7 @@ class _Shown:
     def whole(self, out: Output, answer: Answer, last: bool) -> None:
         """Print what is not there yet. Raises LongchatError for half a JSON value."""
         if self.json:
-            out.write(json.dumps(answer.as_json(), ensure_ascii=False) + "\n")
+            out.write(json_text(answer.as_json()) + "\n")
         if self.schema and answer.stop not in ("eos", "cancelled"):
             ended = CUT.get(answer.stop, "--stop ended it")
             more = "raise it" if answer.stop == "length" else ""
@@ -211,7 +210,7 @@ def _answer_all(
 
 
 def _show_prompt(engine: Any, prompt: Any) -> None:
-    click.echo(engine.assembler.show(prompt), err=True)
+    click.echo(Sanitizer().feed(engine.assembler.show(prompt)), err=True)
 
 
 def _entry(answer: Answer) -> Entry:
@@ -273,7 +272,7 @@ def _quote_all(
         finders = finder_maker(console, request.store)
         for index, quotes in enumerate(quote(opener, finders, collection.documents, request)):
             if as_json:
-                out.write(json.dumps(quotes.as_json(), ensure_ascii=False) + "\n")
+                out.write(json_text(quotes.as_json()) + "\n")
             else:
                 out.write("\n" * (index > 0) + quotes.as_text() + "\n")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from longchat_cli.commands.context import current_console, known_as
 from longchat_cli.commands.framework import Group
 from longchat_cli.commands.options import Size, complete_files
 from longchat_cli.errors import BadInput, MissingInput, UsageError
+from longchat_cli.terminal_text import json_text
 
 if TYPE_CHECKING:
     from longchat_cli.pages import Reading, Store
@@ -27,14 +27,15 @@ def cache() -> None:
 def cache_ls(as_json: bool) -> None:
     """What is kept, the most recently used first."""
     from longchat_cli.config import format_bytes
+    from longchat_cli.documents.names import printable
 
     readings = _store().readings()
     if as_json:
-        click.echo(json.dumps([_row(reading) for reading in readings], ensure_ascii=False, indent=2))
+        click.echo(json_text([_row(reading) for reading in readings], indent=2))
         return
     for reading in readings:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(reading.used))
-        names = ", ".join(reading.documents)
+        names = ", ".join(map(printable, reading.documents))
         size = format_bytes(reading.bytes)
         what = (
             f"{reading.method:<8} {names}"

@@ -29,10 +29,11 @@ from longchat_cli.commands.options import (
     sampling_options,
     take,
 )
-from longchat_cli.commands.sessions import complete_chats, printed
+from longchat_cli.commands.sessions import complete_chats
 from longchat_cli.config import config_dir
 from longchat_cli.errors import BadInput, MissingInput, StorageError, UsageError
 from longchat_cli.terminal import Console, Interrupts
+from longchat_cli.terminal_text import json_text
 
 if TYPE_CHECKING:
     from longchat_cli.ask import Open
@@ -366,7 +367,7 @@ def _answer_as_json(
                     times.append(time.perf_counter())
             if conversation.exchanges > before:
                 told = _told(conversation, times)
-                click.echo(printed(told))
+                click.echo(json_text(told))
                 record(told["model"], told["method"], text, told["answer"], told["stop"])
             if interrupts.stop:
                 raise KeyboardInterrupt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from longchat_cli.commands.framework import Command, Group
 from longchat_cli.commands.method_options import method_options
 from longchat_cli.errors import UsageError
 from longchat_cli.settings import File
+from longchat_cli.terminal_text import Sanitizer, json_text
 
 
 class Plain(Command):
@@ -73,11 +73,11 @@ def show(command: str | None, origin: bool, everything: bool, as_json: bool) -> 
         raise UsageError(f"there is no command '{command}'", "", configured.meant(command, _root().commands))
     if as_json:
         listed = [{"key": key, "value": value.value, "origin": value.origin} for key, value in rows]
-        click.echo(json.dumps(listed, ensure_ascii=False, indent=2, default=str))
+        click.echo(json_text(listed, indent=2, default=str))
         return
     for key, value in rows:
         line = f"# {key} is not set" if value.value is None else f"{key} = {_toml(value.value)}"
-        click.echo(line + (f"  # {value.origin}" if origin else ""))
+        click.echo(Sanitizer().feed(line + (f"  # {value.origin}" if origin else "")))
 
 
 @config.command("get")
@@ -90,10 +90,10 @@ def get(key: str, origin: bool, as_json: bool) -> None:
     found = configured.variable(options[0], path) or _written(_loaded(), path, names)
     value = found or Value(_default(options[0]), "default")
     if as_json:
-        click.echo(json.dumps({"key": key, "value": value.value, "origin": value.origin}, default=str))
+        click.echo(json_text({"key": key, "value": value.value, "origin": value.origin}, default=str))
         return
     shown = value.value or "" if isinstance(value.value, str | None) else _toml(value.value)
-    click.echo(shown + (f"  # {value.origin}" if origin else ""))
+    click.echo(Sanitizer().feed(shown + (f"  # {value.origin}" if origin else "")))
 
 
 @config.command("set")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ import click
 from longchat_cli.commands.context import announce, current_console, reading, require_all
 from longchat_cli.commands.framework import command
 from longchat_cli.commands.options import Size, complete_files, complete_models, reading_options
+from longchat_cli.terminal_text import json_text
 
 
 @command("inspect")
@@ -44,6 +44,6 @@ def inspect(
         report = inspection.inspect(
             collection, ready.name, ready.window, ready.config, lambda text: len(tokenizer.encode(text)), bar
         )
-    click.echo(json.dumps(report, ensure_ascii=False, indent=2) if as_json else inspection.show(report))
+    click.echo(json_text(report, indent=2) if as_json else inspection.show(report))
     require_all(collection, params["strict"])
     inspection.require_budget(report, token_budget)

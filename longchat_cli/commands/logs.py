@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from longchat_cli import settings
 from longchat_cli.commands.context import current_console
 from longchat_cli.commands.framework import Group
 from longchat_cli.errors import UsageError
+from longchat_cli.terminal_text import json_text
 
 if TYPE_CHECKING:
     from longchat_cli.logs import Entry, Log
@@ -68,7 +68,7 @@ def show(id: int | None, as_json: bool) -> None:
         return
     entry = newest[0] if id is None else _log().get(id)
     if as_json:
-        click.echo(json.dumps(asdict(entry), ensure_ascii=False, indent=2))
+        click.echo(json_text(asdict(entry), indent=2))
         return
     about = ", ".join((entry.time, entry.command, entry.model, entry.method, *entry.documents))
     click.echo(f"{_safe(about)}\n\n> {_safe(entry.question)}\n\n{_safe(entry.answer)}")
@@ -118,7 +118,7 @@ def _log() -> Log:
 def _show_rows(entries: Sequence[Entry], as_json: bool, none: str) -> None:
     """The entries a line each, or as JSON; on stderr what it means that there are `none`."""
     if as_json:
-        click.echo(json.dumps([asdict(entry) for entry in entries], ensure_ascii=False, indent=2))
+        click.echo(json_text([asdict(entry) for entry in entries], indent=2))
         return
     for entry in entries:
         question = " ".join(_safe(entry.question).split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import click
@@ -11,6 +10,8 @@ import click
 from longchat_cli.commands.context import current_console
 from longchat_cli.commands.framework import Group
 from longchat_cli.commands.options import complete_models
+from longchat_cli.errors import one_line
+from longchat_cli.terminal_text import json_text
 
 
 @click.group("models", cls=Group)
@@ -28,7 +29,7 @@ def models_list(as_json: bool) -> None:
     entries = catalog.entries()
     if as_json:
         rows = [{**dataclasses.asdict(e), "path": str(e.path) if e.path else None} for e in entries]
-        click.echo(json.dumps(rows, ensure_ascii=False, indent=2))
+        click.echo(json_text(rows, indent=2))
         return
     for entry in entries:
         mark = "*" if entry.default else " "
@@ -57,20 +58,20 @@ def models_info(name: str, as_json: bool) -> None:
 
     about = catalog.info(name)
     if as_json:
-        click.echo(json.dumps(about, ensure_ascii=False, indent=2))
+        click.echo(json_text(about, indent=2))
         return
     for key, value in about.items():
         if value not in ("", None):
             click.echo(f"{key.replace('_', ' ') + ':':<16}{_plain(value)}")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> str:
     """A value of `models info` as a person reads it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{name} {text}" for name, text in value.items())
-    return ", ".join(value) if isinstance(value, list) else value
+    return ", ".join(value) if isinstance(value, list) else one_line(str(value))
 
 
 @models.command("remove")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import stat
 import sys
 from dataclasses import asdict
@@ -17,6 +15,7 @@ from longchat_cli.commands.context import current_console
 from longchat_cli.commands.framework import Group
 from longchat_cli.commands.options import Name, complete_files
 from longchat_cli.errors import BadInput, MissingInput, UsageError
+from longchat_cli.terminal_text import json_text
 
 if TYPE_CHECKING:
     from longchat_cli.sessions import About, Chat, Sessions
@@ -25,7 +24,6 @@ count_option = click.option(
     "--n", type=click.IntRange(1), default=20, show_default=True, help="So many at most."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="As JSON.")
-_HIDDEN = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def complete_chats(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -52,7 +50,7 @@ def ls(n: int, as_json: bool) -> None:
     """The chats, the most recently used first."""
     found = _sessions().ls(n)
     if as_json:
-        click.echo(printed([_row(about) for about in found], indent=2))
+        click.echo(json_text([_row(about) for about in found], indent=2))
         return
     for about in found:
         used = about.updated[:16].replace("T", " ")
@@ -69,7 +67,7 @@ def show(chat: str, as_json: bool) -> None:
     found = _load(chat)
     if as_json:
         turns = [_turn(number // 2 + 1, turn) for number, turn in enumerate(found.turns)]
-        click.echo(printed({**_row(found.about), "turns": turns}, indent=2))
+        click.echo(json_text({**_row(found.about), "turns": turns}, indent=2))
         return
     about = found.about
     click.echo(f"{_line(about.title)}\n{about.created}, {_line(about.model)}, {about.method}")
@@ -85,7 +83,7 @@ def search(words: tuple[str, ...], n: int, as_json: bool) -> None:
     """Turns with all of the words, or words that begin like them, the best first."""
     hits = _sessions().search(words, n)
     if as_json:
-        click.echo(printed([asdict(hit) for hit in hits], indent=2))
+        click.echo(json_text([asdict(hit) for hit in hits], indent=2))
         return
     for hit in hits:
         who = "you" if hit.role == "user" else "answer"
@@ -135,7 +133,7 @@ def export(chat: str, kind: str, file: str | None, output: str | None) -> None:
     if file and output:
         raise UsageError("FILE and --output are both where it is written", "", "name one")
     found = _load(chat)
-    text = printed(as_json(found), indent=2) if kind == "json" else as_markdown(found).rstrip("\n")
+    text = json_text(as_json(found), indent=2) if kind == "json" else as_markdown(found).rstrip("\n")
     with open_output(file or output) as out:
         out.write(f"{text}\n")
 
@@ -158,12 +156,6 @@ def import_(file: str) -> None:
 def path() -> None:
     """Where the chats are, whether or not there are any."""
     click.echo(_sessions().path)
-
-
-def printed(value: Any, indent: int | None = None) -> str:
-    """JSON without a character that a terminal would obey or hide."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent)
-    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _read(name: str) -> bytes:

@@ -246,7 +246,7 @@ def entries() -> list[Entry]:
 def default() -> str:
     """The name, path or hub id used when none is given."""
     try:
-        return _default_file().read_text(encoding="utf-8", errors="replace").strip() or DEFAULT
+        return _default_file().read_text(encoding="utf-8", errors="surrogateescape").strip() or DEFAULT
     except OSError:
         return DEFAULT
 

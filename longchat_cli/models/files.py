@@ -122,7 +122,7 @@ def write_text(path: Path, text: str) -> None:
     with storage_errors(f"writing {path}"):
         handle, name = tempfile.mkstemp(prefix=".tmp-", dir=private(path.parent))
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as file:
                 file.write(text)
             Path(name).replace(path)
         except BaseException:
