@@ -17,8 +17,6 @@ LOOKED = 48
 GAIN = 0.4
 """Nats a token that words on the same subject gain at least. Measured (docs/endless.md): hiding what a
 follow-up needs is far worse than showing what it does not."""
-
-
 FIRST = 2.0
 """Nats that the first token gains at most: "Explain" behind "Describe" tells of the form alone."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,11 +60,12 @@ def _read(engine: LocalEngine, ids: Sequence[int], following: Sequence[int]) -> 
     """Seconds until the first token is chosen and of a later one on average; the kernels that served."""
     from longchat_cli import kernels
 
+    choose = _chooser(engine)
     engine.reset()
     kernels.served.clear()
     begun = time.perf_counter()
     engine.prefill(ids)
-    _chosen(engine)
+    choose()
     first = time.perf_counter() - begun
     served = kernels.served.copy()
     seconds = _decode(engine, following)
@@ -77,19 +78,26 @@ def _read(engine: LocalEngine, ids: Sequence[int], following: Sequence[int]) -> 
 
 def _decode(engine: LocalEngine, following: Sequence[int]) -> float:
     """Seconds that it takes to decode these ids."""
+    choose = _chooser(engine)
     begun = time.perf_counter()
     for id in following:
         engine.feed([id], decoding=True)
-        _chosen(engine)
+        choose()
     return time.perf_counter() - begun
 
 
-def _chosen(engine: LocalEngine) -> None:
+def _chooser(engine: LocalEngine) -> Callable[[], None]:
+    """What chooses the likeliest token; made before a clock starts."""
     from longchat_cli.local import choose
     from longchat_cli.sampling import Sampling
 
-    assert engine.logits is not None
-    choose(engine.logits, Sampling(temperature=0.0), ())
+    greedy = Sampling(temperature=0.0)
+
+    def chosen() -> None:
+        assert engine.logits is not None
+        choose(engine.logits, greedy, ())
+
+    return chosen
 
 
 def _spent(engine: LocalEngine, following: Sequence[int]) -> Row | None:

@@ -182,10 +182,8 @@ def _own_line(cell: Cell, machine: Machine) -> list[str]:
 
 
 def _spent(found: Sequence[Cell]) -> list[str]:
-    """Where the time of a step goes, of cells where the native library says so."""
-    told = [
-        cell for cell in found if all("spent" in run for run in cell.runs)
-    ]  # not those from layer to layer
+    """Where the time of a step goes, of cells where the native library says so: a step is one call of it."""
+    told = [cell for cell in found if all("spent" in run for run in cell.runs)]
     if not told:
         return []
     phases = list(told[0].runs[0]["spent"])

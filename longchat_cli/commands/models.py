@@ -71,7 +71,7 @@ def _plain(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{name} {text}" for name, text in value.items())
-    return ", ".join(value) if isinstance(value, list) else one_line(str(value))
+    return one_line(", ".join(value) if isinstance(value, list) else str(value))
 
 
 @models.command("remove")

@@ -212,9 +212,7 @@ class NativeProducts(lean.Products):
         self.blocks = (native.Block * d.layers)(*blocks)
         self.table = step.Table(d.layers, d.dim)
         self.pace = Pace()
-        self.spent: ctypes.Array[ctypes.c_int64] | None = (
-            None  # nanoseconds of each of native.PHASES, if asked for
-        )
+        self.spent: ctypes.Array[ctypes.c_int64] | None = None  # nanoseconds of native.PHASES, if asked for
         self.head = native.Head(self._parts("head", [d.head])[0], self.tiles.rest() if self.tiles else None)
         # Gate and up lie in one run of tiles, which must not share one.
         self.tiled_rows = native.has_tiles() and d.hidden % native.TILE == 0
